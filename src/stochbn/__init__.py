@@ -1,0 +1,1 @@
+"""Predictive uncertainty for any batch-normalised PyTorch network, without retraining it."""
