@@ -1,1 +1,37 @@
-"""Predictive uncertainty for any batch-normalised PyTorch network, without retraining it."""
+"""Predictive uncertainty for any batch-normalised PyTorch network, without retraining it.
+
+stats = stochbn.fit(model, train_loader)
+pred = stochbn.predict(model, stats, x)
+pred.probs, pred.entropy
+"""
+
+from stochbn.averaging import Prediction
+from stochbn.distributions import Draws, Factorized, StatisticsDistribution, load
+from stochbn.exact import LowerBound, exact_predict, lower_bound
+from stochbn.fitting import Tracker, fit, track
+from stochbn.prediction import predict
+from stochbn.uncertainty import brier, ece, entropy, error, expected_entropy, mutual_information, nll
+
+__version__ = "0.1.0"
+
+__all__ = [
+    "Draws",
+    "Factorized",
+    "LowerBound",
+    "Prediction",
+    "StatisticsDistribution",
+    "Tracker",
+    "brier",
+    "ece",
+    "entropy",
+    "error",
+    "exact_predict",
+    "expected_entropy",
+    "fit",
+    "load",
+    "lower_bound",
+    "mutual_information",
+    "nll",
+    "predict",
+    "track",
+]

@@ -1,0 +1,161 @@
+"""Draws' outputs → prediction: links, streaming averages, and the uncertainties that follow from them."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Literal
+
+import torch
+from torch import Tensor
+
+from stochbn.moments import Moments
+from stochbn.uncertainty import entropy
+
+Link = Literal["softmax", "sigmoid", "identity"]
+
+
+@dataclass(frozen=True, eq=False)
+class Prediction:
+    """The predictive distribution of N inputs, averaged over S draws.
+
+    With link "softmax" an input has K class probabilities, at every place of a trailing shape `*` if there is one (the
+    pixels of a segmentation). With "sigmoid" each output is the probability of a label of its own. With "identity"
+    outputs are raw, as in regression: they have `mean` and `std`, and no entropy.
+
+    Attributes:
+        link: How outputs became what is averaged.
+        num_samples: S, over all members of an ensemble.
+        mean: (N, K, *) mean over the draws; `probs` is another name for it where it holds probabilities.
+        std: (N, K, *) standard deviation over the draws, 0 for a single one.
+        samples: (S, N, K, *) each draw's, or None with `keep_samples=False`.
+        expected_entropy: (N, *) mean of the draws' entropies; (N, K, *) with "sigmoid"; None with "identity".
+    """
+
+    link: Link
+    num_samples: int
+    mean: Tensor
+    std: Tensor
+    samples: Tensor | None
+    expected_entropy: Tensor | None
+
+    @property
+    def probs(self) -> Tensor:
+        """(N, K, *) predictive probabilities, eq. 3."""
+        self._require_probabilities("probs")
+        return self.mean
+
+    @property
+    def entropy(self) -> Tensor:
+        """(N, *) entropy of `probs` in nats, total uncertainty = aleatoric + epistemic. (N, K, *) with "sigmoid"."""
+        self._require_probabilities("entropy")
+        return _entropy(self.mean, self.link)
+
+    @property
+    def aleatoric(self) -> Tensor:
+        """(N, *) what the draws agree to be uncertain about: the mean of their entropies."""
+        return self._require_probabilities("aleatoric")
+
+    @property
+    def epistemic(self) -> Tensor:
+        """(N, *) what the draws disagree about: the mutual information of class and draw; never below 0."""
+        return (self.entropy - self._require_probabilities("epistemic")).clamp_min(0)
+
+    def _require_probabilities(self, name: str) -> Tensor:
+        if self.expected_entropy is None:
+            raise AttributeError(
+                f"Expected link 'softmax' or 'sigmoid' for {name}, got 'identity': raw outputs have mean and std."
+            )
+        return self.expected_entropy
+
+    def __len__(self) -> int:
+        return self.mean.shape[0]
+
+    def __repr__(self) -> str:
+        shape = "×".join(map(str, self.mean.shape))
+        return f"Prediction({shape}, link={self.link!r}, num_samples={self.num_samples})"
+
+
+class Average:
+    """Streams draws' outputs, (s, N, K, *) at a time, into what a `Prediction` holds."""
+
+    def __init__(self, link: Link, keep_samples: bool) -> None:
+        self.link = link
+        self.keep_samples = keep_samples
+        self.samples: list[Tensor] = []
+        self.moments: Moments | None = None
+        self.entropies: Moments | None = None
+
+    def add(self, outputs: Tensor) -> None:
+        """Takes raw outputs of some draws."""
+        samples = _apply_link(outputs, self.link)
+        finite = samples.isfinite()
+        if not finite.all():
+            draw, row = (int(i) for i in (~finite).nonzero()[0][:2])
+            done = int(self.moments.weight) if self.moments else 0
+            raise ValueError(
+                f"Expected finite outputs, got NaN or Inf from draw {done + draw} for input {row} of its batch. "
+                "Check that input, and the model's own output on it."
+            )
+        self.moments = _merge(self.moments, samples)
+        if self.link != "identity":
+            self.entropies = _merge(
+                self.entropies, _entropy(samples.flatten(0, 1), self.link).unflatten(0, samples.shape[:2])
+            )
+        if self.keep_samples:
+            self.samples.append(samples)
+
+    def prediction(self) -> Prediction:
+        """Returns the average so far."""
+        assert self.moments is not None
+        count = int(self.moments.weight)
+        variance = self.moments.deviation / count
+        return Prediction(
+            link=self.link,
+            num_samples=count,
+            mean=self.moments.mean,
+            std=variance.sqrt() if count > 1 else torch.zeros_like(variance),
+            samples=torch.cat(self.samples) if self.keep_samples else None,
+            expected_entropy=self.entropies.mean if self.entropies else None,
+        )
+
+
+def join(parts: Sequence[Prediction]) -> Prediction:
+    """Puts the predictions of successive batches together."""
+    if not parts:
+        raise ValueError("Expected at least one batch of inputs, got an empty loader. Pass one with data.")
+    if len(parts) == 1:
+        return parts[0]
+    samples, entropies = ([getattr(part, name) for part in parts] for name in ("samples", "expected_entropy"))
+    return Prediction(
+        link=parts[0].link,
+        num_samples=parts[0].num_samples,
+        mean=torch.cat([part.mean for part in parts]),
+        std=torch.cat([part.std for part in parts]),
+        samples=None if samples[0] is None else torch.cat(samples, dim=1),
+        expected_entropy=None if entropies[0] is None else torch.cat(entropies),
+    )
+
+
+def _merge(moments: Moments | None, samples: Tensor) -> Moments:
+    new = Moments.of(samples)
+    return moments.merge(new) if moments else new
+
+
+def _entropy(probs: Tensor, link: Link) -> Tensor:
+    if link == "sigmoid":
+        entropies: Tensor = torch.special.entr(probs) + torch.special.entr(1 - probs)
+        return entropies
+    return entropy(probs)
+
+
+def _apply_link(outputs: Tensor, link: Link) -> Tensor:
+    outputs = outputs if outputs.dtype == torch.float64 else outputs.float()
+    if link == "identity":
+        return outputs
+    if link == "sigmoid":
+        return outputs.sigmoid()
+    if outputs.dim() < 3 or outputs.shape[2] < 2:
+        raise ValueError(
+            f"Expected outputs (N, K, …) with K ≥ 2 classes for link='softmax', got {list(outputs.shape[1:])}. "
+            "Pass link='sigmoid' for independent labels or link='identity' for regression."
+        )
+    return outputs.softmax(2)

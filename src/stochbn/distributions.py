@@ -1,0 +1,299 @@
+"""Statistics → distribution over a model's BatchNorm buffers → draws; save and load.
+
+The paper's family, eq. 4, is `Factorized`: r(μ) = N(m_μ, s²_μ) and r(σ) = LogN(m_σ, s²_σ) for every channel. Any other
+distribution over the buffers fits behind `StatisticsDistribution.sample`.
+"""
+
+import math
+import os
+from abc import ABC, abstractmethod
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any, overload
+
+import torch
+from torch import Tensor, nn
+from torch.distributions import LogNormal, Normal
+
+from stochbn import storage
+from stochbn.moments import Moments
+from stochbn.statistics import all_batch_norms, buffer_names
+
+
+@dataclass(frozen=True, eq=False)
+class Layer:
+    """The fitted r(μ) and r(σ) of one BatchNorm layer, four numbers a channel.
+
+    Attributes:
+        eps: The layer's ε.
+        moments: Of the observed batch means and log(σ² + ε), (2, C) in float64.
+    """
+
+    eps: float
+    moments: Moments
+
+    @property
+    def r_mu(self) -> Normal:
+        """r(μ) of eq. 4, batch shape (C,)."""
+        return Normal(self.moments.mean[0], self.moments.variance[0].sqrt(), validate_args=False)
+
+    @property
+    def r_sigma(self) -> LogNormal:
+        """r(σ) of eq. 4, with σ = sqrt(σ²(B) + ε), batch shape (C,)."""
+        return LogNormal(self.moments.mean[1] / 2, self.moments.variance[1].sqrt() / 2, validate_args=False)
+
+    @property
+    def num_features(self) -> int:
+        return self.moments.mean.shape[1]
+
+
+@dataclass(frozen=True, eq=False)
+class Draws:
+    """S sampled networks: for each BatchNorm buffer its S values. `draws[i]` is one network's, `draws[i:j]` some.
+
+    Attributes:
+        buffers: `{buffer name: (S, C)}`, such as `"bn1.running_mean"`.
+        excluded: BatchNorm layers that keep their own running statistics on purpose.
+
+    Example:
+        >>> draws = Draws({"running_mean": torch.zeros(5, 3), "running_var": torch.ones(5, 3)})
+        >>> len(draws), len(draws[1:3])
+        (5, 2)
+        >>> torch.func.functional_call(nn.BatchNorm1d(3).eval(), draws[0], torch.ones(1, 3)).shape
+        torch.Size([1, 3])
+    """
+
+    buffers: Mapping[str, Tensor]
+    excluded: tuple[str, ...] = ()
+
+    def __post_init__(self) -> None:
+        sizes = {name: tuple(values.shape) for name, values in self.buffers.items()}
+        if not sizes or any(len(size) != 2 for size in sizes.values()) or len({s for s, _ in sizes.values()}) > 1:
+            raise ValueError(f"Expected one (S, C) tensor a buffer with the same S, got {sizes}.")
+
+    def __len__(self) -> int:
+        return next(iter(self.buffers.values())).shape[0]
+
+    @overload
+    def __getitem__(self, index: int) -> dict[str, Tensor]: ...
+    @overload
+    def __getitem__(self, index: slice) -> "Draws": ...
+    def __getitem__(self, index: int | slice) -> "dict[str, Tensor] | Draws":
+        part = {name: values[index] for name, values in self.buffers.items()}
+        return Draws(part, self.excluded) if isinstance(index, slice) else part
+
+    def match(self, model: nn.Module) -> "Draws":
+        """Returns the draws on the model's devices and in its precisions; raises if they are another model's."""
+        layers = all_batch_norms(model)
+        own = {
+            key: buffer
+            for name, layer in layers.items()
+            for key, buffer in zip(buffer_names(name), (layer.running_mean, layer.running_var), strict=True)
+            if buffer is not None
+        }
+        allowed = {key for name in self.excluded for key in buffer_names(name)}
+        faults = {
+            "missing": sorted(own.keys() - self.buffers.keys() - allowed),
+            "unexpected": sorted(self.buffers.keys() - own.keys()),
+            "of another size": [
+                f"{key} ({values.shape[1]} channels, the model has {own[key].numel()})"
+                for key, values in self.buffers.items()
+                if key in own and values.shape[1] != own[key].numel()
+            ],
+        }
+        if any(faults.values()):
+            found = "; ".join(f"{kind}: {', '.join(keys)}" for kind, keys in faults.items() if keys)
+            raise ValueError(
+                f"Expected statistics fitted on this {type(model).__name__}, got another model's ({found}). "
+                "Fit them again with stochbn.fit(model, train_loader)."
+            )
+        return Draws({key: values.to(own[key]) for key, values in self.buffers.items()}, self.excluded)
+
+
+class StatisticsDistribution(ABC):
+    """A distribution over a model's BatchNorm buffers; a draw from it is a network."""
+
+    @abstractmethod
+    def sample(self, num_samples: int, *, spread: float = 1.0, seed: int | None = None) -> Draws:
+        """Draws networks. Draw i of a seed is always the same, however many are drawn and on whatever device."""
+
+
+@dataclass(frozen=True, eq=False)
+class Factorized(StatisticsDistribution):
+    """The paper's r(μ) r(σ) (eq. 4): independent Normal means and Log-normal deviations, by matched moments.
+
+    Attributes:
+        layers: `{layer name: Layer}`.
+        batch_size: M of the mini-batches that it was fitted on.
+        num_batches: How many there were.
+        excluded: BatchNorm layers of the model that it leaves to their running statistics.
+
+    Example:
+        >>> import stochbn
+        >>> model = nn.Sequential(nn.Linear(2, 3), nn.BatchNorm1d(3, momentum=None))
+        >>> batches = [torch.randn(16, 2) for _ in range(10)]
+        >>> for batch in batches:
+        ...     _ = model(batch)
+        >>> stats = stochbn.fit(model, batches, progress=False)
+        >>> stats
+        Factorized(1 layers, 3 channels, batch_size=16, num_batches=10)
+        >>> stats.layers["1"].r_mu.loc.shape
+        torch.Size([3])
+        >>> stats.sample(50, seed=0).buffers["1.running_var"].shape
+        torch.Size([50, 3])
+    """
+
+    layers: Mapping[str, Layer]
+    batch_size: int
+    num_batches: int
+    excluded: tuple[str, ...] = ()
+
+    def __repr__(self) -> str:
+        channels = sum(layer.num_features for layer in self.layers.values())
+        return (
+            f"{type(self).__name__}({len(self.layers)} layers, {channels} channels, "
+            f"batch_size={self.batch_size}, num_batches={self.num_batches})"
+        )
+
+    def sample(self, num_samples: int, *, spread: float = 1.0, seed: int | None = None) -> Draws:
+        """Draws networks: μ ~ r(μ), σ ~ r(σ), `running_var` = σ² − ε, not below 0.
+
+        Args:
+            num_samples: S ≥ 1.
+            spread: Multiplies the standard deviations; 0 gives the centre, S times.
+            seed: Draw i of a seed is always the same network. None takes a seed from torch's generator.
+        """
+        if num_samples < 1:
+            raise ValueError(f"Expected num_samples of at least 1, got {num_samples}. Pass 50, as the paper does.")
+        if not (math.isfinite(spread) and spread >= 0):
+            raise ValueError(f"Expected a finite spread of at least 0, got {spread}. Pass 1 for the fitted one.")
+        sizes = [2 * layer.num_features for layer in self.layers.values()]
+        noise = _standard_normal(num_samples, sum(sizes), seed)  # (S, Σ 2C)
+        buffers = {}
+        for (name, layer), z in zip(self.layers.items(), noise.split(sizes, dim=1), strict=True):
+            moments = layer.moments
+            z = z.view(num_samples, 2, -1).to(moments.mean.device)
+            drawn = moments.mean + spread * moments.variance.sqrt() * z  # (S, 2, C)
+            mean_name, var_name = buffer_names(name)
+            buffers[mean_name] = drawn[:, 0]
+            buffers[var_name] = (drawn[:, 1].exp() - layer.eps).clamp_min(0)
+        return Draws(buffers, self.excluded)
+
+    def merge(self, other: "Factorized") -> "Factorized":
+        """Joins two fits of one model to parts of its data: the fit to the whole, to rounding."""
+        ours, theirs = (
+            {
+                "layers": {n: (la.num_features, la.eps) for n, la in stats.layers.items()},
+                "M": stats.batch_size,
+            }
+            for stats in (self, other)
+        )
+        if ours != theirs or set(self.excluded) != set(other.excluded):
+            raise ValueError(
+                "Expected two fits of one model with one batch size, got different layers, sizes, ε or batch sizes "
+                f"({self} and {other}). Fit both with the same model, layers= and batch_size=."
+            )
+        layers = {
+            name: Layer(layer.eps, layer.moments.merge(other.layers[name].moments))
+            for name, layer in self.layers.items()
+        }
+        return Factorized(layers, self.batch_size, self.num_batches + other.num_batches, self.excluded)
+
+    def drift(self, model: nn.Module) -> dict[str, tuple[float, float]]:
+        """Measures how far the fitted centre lies from the model's running statistics. Changes nothing.
+
+        Returns:
+            For each layer the median over channels of two numbers: the distance of the means in running standard
+            deviations, and |log| of the ratio of the variances. Near 0 when the data are the training data.
+        """
+        drifts = {}
+        batch_norms = all_batch_norms(model)
+        for name, layer in self.layers.items():
+            own = batch_norms[name]
+            assert own.running_mean is not None
+            assert own.running_var is not None
+            variance = own.running_var.detach().cpu().double() + layer.eps
+            centre = layer.moments.mean.cpu()
+            shift = (centre[0] - own.running_mean.detach().cpu().double()).abs() / variance.sqrt()
+            ratio = (centre[1] - variance.log()).abs()
+            drifts[name] = (shift.median().item(), ratio.median().item())
+        return drifts
+
+    def save(self, path: str | os.PathLike[str]) -> None:
+        """Writes a safetensors file, whole or not at all; `stochbn.load` reads it back exactly."""
+        header = {
+            "family": "factorized",
+            "batch_size": self.batch_size,
+            "num_batches": self.num_batches,
+            "excluded": self.excluded,
+            "layers": [
+                {"name": name, "eps": layer.eps, "weight": m.weight, "weight_sq": m.weight_sq}
+                for name, layer in self.layers.items()
+                for m in [layer.moments]
+            ],
+        }
+        tensors = {}
+        for name, layer in self.layers.items():
+            tensors[f"{name}.mean"] = layer.moments.mean
+            tensors[f"{name}.deviation"] = layer.moments.deviation
+        storage.write(path, header, tensors)
+
+
+def load(path: str | os.PathLike[str], *, device: torch.device | str = "cpu") -> Factorized:
+    """Reads a distribution that `stats.save(path)` wrote, and checks all of it before use.
+
+    Raises:
+        ValueError: The file is truncated, not ours, of another format version, or holds impossible numbers.
+
+    Example:
+        >>> import stochbn, tempfile
+        >>> moments = Moments.of(torch.tensor([[[0.0], [0.0]], [[1.0], [0.5]]], dtype=torch.float64))
+        >>> stats = Factorized({"bn": Layer(1e-5, moments)}, batch_size=16, num_batches=2)
+        >>> with tempfile.TemporaryDirectory() as folder:
+        ...     stats.save(f"{folder}/net.sbn.safetensors")
+        ...     stochbn.load(f"{folder}/net.sbn.safetensors")
+        Factorized(1 layers, 1 channels, batch_size=16, num_batches=2)
+    """
+    header, tensors = storage.read(path, device)
+    try:
+        return _parse(header, tensors)
+    except (KeyError, TypeError, AttributeError, ValueError) as error:
+        reason = f"no {error}" if isinstance(error, KeyError) else error
+        raise ValueError(f"Expected a sound stochbn file, got {path}: {reason}. Save it again.") from error
+
+
+def _parse(header: dict[str, Any], tensors: dict[str, Tensor]) -> Factorized:
+    def require(sound: bool, what: str) -> None:
+        if not sound:
+            raise ValueError(f"impossible {what}")
+
+    if header["family"] != "factorized":
+        raise ValueError(f"unknown family {header['family']!r}")
+    batch_size, num_batches, excluded = header["batch_size"], header["num_batches"], header["excluded"]
+    require(type(batch_size) is int and batch_size >= 2, f"batch_size {batch_size!r}")
+    require(type(num_batches) is int and num_batches >= 2, f"num_batches {num_batches!r}")
+    require(isinstance(excluded, list) and all(isinstance(name, str) for name in excluded), "excluded layers")
+    layers: dict[str, Layer] = {}
+    for entry in header["layers"]:
+        name, numbers = entry["name"], (entry["eps"], entry["weight"], entry["weight_sq"])
+        require(isinstance(name, str) and name not in layers, f"layer name {name!r}")
+        require(all(type(v) in (int, float) and 0 <= v < math.inf for v in numbers), f"numbers in layer {name!r}")
+        eps, weight, weight_sq = map(float, numbers)
+        require(0 < weight_sq < weight**2, f"weights in layer {name!r}")
+        mean, deviation = tensors.pop(f"{name}.mean"), tensors.pop(f"{name}.deviation")
+        require(mean.dtype == deviation.dtype == torch.float64, f"precision of layer {name!r}")
+        require(mean.shape == deviation.shape == (2, mean[0].numel()), f"shape of layer {name!r}")
+        require(bool((mean.isfinite() & deviation.isfinite()).all()), f"NaN or Inf in layer {name!r}")
+        require(bool((deviation >= 0).all()), f"variance in layer {name!r}")
+        layers[name] = Layer(eps, Moments(weight, weight_sq, mean, deviation))
+    require(bool(layers), "file without layers")
+    require(not tensors, f"tensors {sorted(tensors)}")
+    return Factorized(layers, batch_size, num_batches, tuple(excluded))
+
+
+def _standard_normal(num_samples: int, size: int, seed: int | None) -> Tensor:
+    if seed is None:
+        seed = int(torch.randint(2**31, ()))
+    generator = torch.Generator().manual_seed(seed)
+    # Row by row: one call for all rows would make row i depend on how many follow it.
+    return torch.stack([torch.randn(size, generator=generator, dtype=torch.float64) for _ in range(num_samples)])

@@ -1,0 +1,254 @@
+"""Data → distribution: in one pass over a loader (`fit`), or alongside training (`track`)."""
+
+import warnings
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
+from typing import Any, Literal
+
+import torch
+from torch import Tensor, nn
+from torch.nn.modules.batchnorm import _BatchNorm
+from tqdm.auto import tqdm
+
+from stochbn.batches import Call, call_on_item, device_of, mini_batches, num_examples, to_device
+from stochbn.distributions import Factorized, Layer
+from stochbn.moments import Moments
+from stochbn.statistics import (
+    BatchNormalization,
+    Layers,
+    all_batch_norms,
+    batch_moments,
+    dropout_layers,
+    evaluating,
+    find_layers,
+    observation,
+    preserving_rng,
+    unwrap,
+)
+
+# A layer has drifted when half of its channels are this far from the running statistics: one standard deviation, or a
+# factor of 4 in variance. Training with dropout that fitting leaves off moves variances by a factor of up to about 2.
+MAX_SHIFT = 1.0
+MAX_LOG_RATIO = 1.386
+
+
+def fit(
+    model: nn.Module,
+    loader: Iterable[Any],
+    *,
+    batch_size: int | None = None,
+    num_batches: int | None = None,
+    dropout: bool = False,
+    layers: Layers = None,
+    call: Call | None = None,
+    family: Literal["factorized"] = "factorized",
+    progress: bool = True,
+) -> Factorized:
+    """Fits r(μ) r(σ) to the batch statistics of training data in one pass. The model is left as it was.
+
+    Minimises KL( (1/N) Σ p(μ, σ | x_i) ‖ r(μ) r(σ) ) (below eq. 4), which is to match moments: mean and unbiased
+    variance of each channel's batch mean, and of its log(σ² + ε), over the mini-batches.
+
+    Args:
+        model: Any trained network with BatchNorm layers, in any mode.
+        loader: Shuffled training data, preprocessed as in training: a DataLoader or any iterable of batches.
+        batch_size: M, the size of the mini-batches that the model was trained with. By default the loader's. A loader
+            of larger batches is faster and gives the same: each is cut into mini-batches that are normalised apart.
+        num_batches: Use only that many mini-batches.
+        dropout: Keep dropout layers active, for `predict(…, dropout=True)`.
+        layers: The BatchNorm layers to treat: names or patterns, or a predicate of name and module. The others
+            keep to their running statistics, here and in prediction.
+        call: How the model is called on what the loader yields, `call(model, batch)`. By default a tensor, or the first
+            of a tuple or list such as `(x, y)`, is the model's argument, and a mapping holds its keywords.
+        family: The distribution; the paper's is "factorized".
+        progress: Show a progress bar.
+
+    Returns:
+        The distribution, to sample from, to `save` and to `predict` with.
+
+    Example:
+        >>> model = nn.Sequential(nn.Conv2d(1, 4, 3), nn.BatchNorm2d(4, momentum=None), nn.ReLU())
+        >>> loader = [(torch.rand(32, 1, 8, 8), torch.zeros(32)) for _ in range(5)]
+        >>> for x, _ in loader:
+        ...     _ = model(x)
+        >>> fit(model, loader, batch_size=16, progress=False)
+        Factorized(1 layers, 4 channels, batch_size=16, num_batches=10)
+    """
+    if family != "factorized":
+        raise ValueError(f"Expected family 'factorized', got {family!r}.")
+    for argument, value in (("batch_size", batch_size), ("num_batches", num_batches)):
+        if value is not None and value < 2:
+            raise ValueError(f"Expected {argument} of at least 2, got {value}. Leave it out for the loader's own.")
+    model = unwrap(model)
+    chosen = find_layers(model, layers)
+    if dropout:
+        dropout_layers(model)
+    collected = _Collected()
+    device = device_of(model)
+    with (
+        torch.no_grad(),
+        preserving_rng(device),
+        evaluating(model, dropout=dropout),
+        BatchNormalization(chosen) as normalization,
+        tqdm(total=_total(loader), desc="fit", unit="batch", disable=not progress, leave=False) as bar,
+    ):
+        for item, groups, size in mini_batches(loader, batch_size=batch_size, num_batches=num_batches):
+            collected.batch_size = size
+            normalization.groups = groups
+            (call or call_on_item)(model, to_device(item, device))
+            collected.add(normalization.observed, groups)
+            normalization.observed = {}
+            bar.update()
+    if collected.num_batches < 2:
+        raise ValueError(
+            f"Expected at least 2 mini-batches to fit, got {collected.num_batches}. "
+            "Pass a longer loader or a smaller batch_size=."
+        )
+    stats = collected.distribution(model, chosen)
+    _warn_of_drift(stats, model)
+    return stats
+
+
+class _Collected:
+    """Moments of each layer's observations so far; `momentum` makes them exponential."""
+
+    def __init__(self, momentum: float | None = None) -> None:
+        self.momentum = momentum
+        self.moments: dict[str, Moments] = {}
+        self.batch_size = 0
+        self.num_batches = 0
+
+    def add(self, observed: dict[str, list[Tensor]], groups: int) -> None:
+        """Takes for each layer one (G, 2, C) observation a call."""
+        for name, calls in observed.items():
+            values = torch.cat(calls).detach().cpu().double()  # (calls · G, 2, C)
+            if not values.isfinite().all():
+                first = int((~values.isfinite()).flatten(1).any(1).nonzero()[0]) % groups
+                raise ValueError(
+                    f"Expected finite statistics, got NaN or Inf in layer {name!r} at mini-batch "
+                    f"{self.num_batches + first}. Check the data there, and the weights before that layer."
+                )
+            new = Moments.of(values)
+            old = self.moments.get(name)
+            if self.momentum is not None:
+                new = new.scale(self.momentum)
+                old = old and old.scale(1 - self.momentum)
+            self.moments[name] = old.merge(new) if old else new
+        self.num_batches += groups
+
+    def distribution(self, model: nn.Module, layers: dict[str, _BatchNorm]) -> Factorized:
+        idle = [name for name in layers if name not in self.moments]
+        if len(idle) == len(layers):
+            raise ValueError(
+                "Expected the model to run its BatchNorm layers, got a forward pass that used none of them."
+            )
+        if idle:
+            warnings.warn(
+                f"The forward pass did not use the BatchNorm layers {idle}; they keep to their running statistics.",
+                stacklevel=3,
+            )
+        fitted = {name: Layer(layers[name].eps, moments) for name, moments in self.moments.items()}
+        # The order of the model, not of the calls: draws follow it, and it survives a change of the forward pass.
+        fitted = {name: fitted[name] for name in layers if name in fitted}
+        excluded = tuple(name for name in all_batch_norms(model) if name not in fitted)
+        return Factorized(fitted, self.batch_size, self.num_batches, excluded)
+
+
+class Tracker:
+    """What `track` yields: the statistics of the training batches seen so far."""
+
+    def __init__(self, model: nn.Module, momentum: float) -> None:
+        self._model = model
+        self._layers = find_layers(model)
+        self._collected = _Collected(momentum)
+        self._observed: dict[str, list[Tensor]] = {}
+
+    def distribution(self) -> Factorized:
+        """Returns the distribution as of now, during training or after it."""
+        if self._collected.num_batches < 2:
+            raise ValueError(
+                f"Expected at least 2 training batches inside track, got {self._collected.num_batches}. "
+                "Train the model, in train mode, within the context."
+            )
+        return self._collected.distribution(self._model, self._layers)
+
+    def _observe(self, name: str, layer: _BatchNorm, x: Tensor) -> None:
+        if layer.training:
+            with torch.no_grad():
+                mean, variance = batch_moments(x.detach())
+                self._observed.setdefault(name, []).append(observation(mean, variance, layer.eps))
+
+    def _finish(self, args: Any) -> None:
+        observed, self._observed = self._observed, {}
+        if not observed:
+            return
+        size = num_examples(args)
+        if size >= self._collected.batch_size:  # an epoch's incomplete last batch has wider statistics
+            self._collected.batch_size = size
+            self._collected.add(observed, 1)
+
+
+@contextmanager
+def track(model: nn.Module, momentum: float = 0.1) -> Iterator[Tracker]:
+    """Follows the batch statistics by exponential smoothing *while the model trains*, as the paper does.
+
+    With momentum α, the batch seen k steps ago weighs α (1 − α)^k, divided by the sum of the weights so far: there is
+    no start-up bias. Only forward passes in train mode count, and training itself is left as it is. A batch smaller
+    than the largest so far (the last of an epoch) is passed over.
+
+    Args:
+        model: The network that is trained inside the context.
+        momentum: α, in (0, 1); as BatchNorm's own. 0.01 averages over more batches, of older weights.
+
+    Yields:
+        A tracker, whose `distribution()` gives the fit at any time.
+
+    Example:
+        >>> model = nn.Sequential(nn.Linear(2, 3), nn.BatchNorm1d(3))
+        >>> with track(model) as tracker:
+        ...     for _ in range(20):
+        ...         _ = model(torch.randn(16, 2))  # and the optimiser's step
+        >>> tracker.distribution()
+        Factorized(1 layers, 3 channels, batch_size=16, num_batches=20)
+    """
+    if not 0 < momentum < 1:
+        raise ValueError(f"Expected momentum between 0 and 1, got {momentum}. BatchNorm's own is 0.1.")
+    model = unwrap(model)
+    tracker = Tracker(model, momentum)
+    hooks = []
+
+    def observer(name: str) -> Any:
+        return lambda layer, args, kwargs: tracker._observe(name, layer, args[0] if args else kwargs["input"])
+
+    try:
+        # A forward pass that raised leaves observations behind; the next one starts afresh. First, as the model may be a layer.
+        hooks.append(model.register_forward_pre_hook(lambda *_: tracker._observed.clear()))
+        for name, layer in tracker._layers.items():
+            hooks.append(layer.register_forward_pre_hook(observer(name), with_kwargs=True))
+        hooks.append(
+            model.register_forward_hook(lambda _, args, kwargs, __: tracker._finish((args, kwargs)), with_kwargs=True)
+        )
+        yield tracker
+    finally:
+        for hook in hooks:
+            hook.remove()
+
+
+def _total(loader: Iterable[Any]) -> int | None:
+    try:
+        return len(loader)  # type: ignore[arg-type]
+    except TypeError:
+        return None
+
+
+def _warn_of_drift(stats: Factorized, model: nn.Module) -> None:
+    drifts = stats.drift(model)
+    name, (shift, ratio) = max(drifts.items(), key=lambda d: max(d[1][0] / MAX_SHIFT, d[1][1] / MAX_LOG_RATIO))
+    if shift > MAX_SHIFT or ratio > MAX_LOG_RATIO:
+        warnings.warn(
+            f"The loader does not look like the training data: in layer {name!r} the typical channel's mean is "
+            f"{shift:.2f} standard deviations from the model's running mean, and its variance differs by a factor of "
+            f"{torch.tensor(ratio).exp():.2f}. Check the preprocessing, or whether the model is trained; "
+            "stats.drift(model) lists all layers.",
+            stacklevel=3,
+        )

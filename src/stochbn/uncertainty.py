@@ -1,0 +1,133 @@
+"""Pure functions of probabilities: `samples` (S, N, K, *), S draws of N inputs over K classes, or `probs` (N, K, *).
+
+`*` is any trailing shape, such as the pixels of a segmentation. Entropies are in nats.
+"""
+
+import torch
+from torch import Tensor
+
+
+def entropy(probs: Tensor) -> Tensor:
+    """Entropy −Σ_k p_k log p_k of the predictive distribution: total uncertainty.
+
+    Shape:
+        (N, K, *) → (N, *), between 0 and log K.
+
+    Example:
+        >>> entropy(torch.tensor([[0.5, 0.5], [1.0, 0.0]]))
+        tensor([0.6931, 0.0000])
+    """
+    entropies: Tensor = torch.special.entr(probs).sum(1)
+    return entropies
+
+
+def expected_entropy(samples: Tensor) -> Tensor:
+    """Mean over the draws of each draw's entropy: aleatoric uncertainty.
+
+    Shape:
+        (S, N, K, *) → (N, *).
+
+    Example:
+        >>> expected_entropy(torch.tensor([[[1.0, 0.0]], [[0.5, 0.5]]]))
+        tensor([0.3466])
+    """
+    entropies: Tensor = torch.special.entr(samples).sum(2)  # (S, N, *)
+    return entropies.mean(0)
+
+
+def mutual_information(samples: Tensor) -> Tensor:
+    """Entropy of the mean less the mean entropy: epistemic uncertainty, the draws' disagreement; never below 0.
+
+    Shape:
+        (S, N, K, *) → (N, *).
+
+    Example:
+        >>> mutual_information(torch.tensor([[[1.0, 0.0]], [[0.0, 1.0]]]))
+        tensor([0.6931])
+    """
+    return (entropy(samples.mean(0)) - expected_entropy(samples)).clamp_min(0)
+
+
+def nll(probs: Tensor, targets: Tensor) -> Tensor:
+    """Mean negative log-likelihood −log p(y | x), in nats.
+
+    A probability that underflowed to 0 counts as the smallest positive number of its precision.
+
+    Shape:
+        (N, K, *), (N, *) → ().
+
+    Example:
+        >>> nll(torch.tensor([[0.5, 0.5]]), torch.tensor([0]))
+        tensor(0.6931)
+    """
+    chosen = probs.gather(1, class_indices(probs, targets))
+    return -chosen.clamp_min(torch.finfo(probs.dtype).tiny).log().mean()
+
+
+def error(probs: Tensor, targets: Tensor) -> Tensor:
+    """Fraction of wrong classes.
+
+    Shape:
+        (N, K, *), (N, *) → ().
+
+    Example:
+        >>> error(torch.tensor([[0.9, 0.1], [0.8, 0.2]]), torch.tensor([0, 1]))
+        tensor(0.5000)
+    """
+    class_indices(probs, targets)
+    return (probs.argmax(1) != targets).to(probs.dtype).mean()
+
+
+def brier(probs: Tensor, targets: Tensor) -> Tensor:
+    """Mean squared distance Σ_k (p_k − [k = y])² to the true class, between 0 and 2.
+
+    Shape:
+        (N, K, *), (N, *) → ().
+
+    Example:
+        >>> brier(torch.tensor([[0.5, 0.5]]), torch.tensor([0]))
+        tensor(0.5000)
+    """
+    truth = torch.zeros_like(probs).scatter(1, class_indices(probs, targets), 1.0)
+    return (probs - truth).square().sum(1).mean()
+
+
+def ece(probs: Tensor, targets: Tensor, num_bins: int = 15) -> Tensor:
+    """Expected calibration error: |accuracy − confidence| averaged over equal bins of confidence, by their size.
+
+    Bin b of B holds confidences in (b/B, (b + 1)/B]; confidence 1 is in the last.
+
+    Shape:
+        (N, K, *), (N, *) → ().
+
+    Example:
+        >>> ece(torch.tensor([[0.8, 0.2], [0.8, 0.2]]), torch.tensor([0, 1]))
+        tensor(0.3000)
+    """
+    class_indices(probs, targets)
+    confidence, predicted = probs.max(1)
+    confidence = confidence.flatten()
+    correct = (predicted == targets).to(probs.dtype).flatten()
+    bins = ((confidence * num_bins).ceil().long() - 1).clamp(0, num_bins - 1)
+    gaps = torch.zeros(num_bins, dtype=probs.dtype, device=probs.device).index_add(0, bins, correct - confidence)
+    return gaps.abs().sum() / confidence.numel()
+
+
+def class_indices(probs: Tensor, targets: Tensor) -> Tensor:
+    """Checks targets against probs and returns them for `gather`: (N, K, *), (N, *) → (N, 1, *)."""
+    expected = (probs.shape[0], *probs.shape[2:])
+    if tuple(targets.shape) != expected:
+        raise ValueError(
+            f"Expected targets of shape {expected} for probs of shape {tuple(probs.shape)}, "
+            f"got {tuple(targets.shape)}. Pass class indices, and probs as (N, K, …)."
+        )
+    if (
+        targets.is_floating_point()
+        or targets.numel() == 0
+        or not 0 <= int(targets.min()) <= int(targets.max()) < probs.shape[1]
+    ):
+        raise ValueError(
+            f"Expected targets that are class indices in [0, {probs.shape[1]}), got {targets.dtype} "
+            f"{'empty' if targets.numel() == 0 else f'from {targets.min()} to {targets.max()}'}."
+        )
+    return targets.unsqueeze(1).long()

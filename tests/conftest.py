@@ -1,0 +1,82 @@
+"""Networks and data that the tests share."""
+
+from collections.abc import Iterable
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import stochbn
+
+torch.set_num_threads(1)  # the networks are tiny: threads would only wait for each other
+
+
+class NormAct(nn.BatchNorm2d):
+    """A subclass that adds an activation to the normalisation."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return super().forward(x).relu()
+
+
+def calibrate(model: nn.Module, batches: Iterable[Tensor]) -> nn.Module:
+    """Sets running statistics to the averages over the batches, as a trained model's are."""
+    norms = [m for m in model.modules() if isinstance(m, nn.modules.batchnorm._BatchNorm)]
+    momenta = [norm.momentum for norm in norms]
+    for norm in norms:
+        norm.reset_running_stats()
+        norm.momentum = None
+    model.train()
+    with torch.no_grad():
+        for batch in batches:
+            model(batch)
+    for norm, momentum in zip(norms, momenta, strict=True):
+        norm.momentum = momentum
+    return model.eval()
+
+
+def small_cnn(dropout: float = 0.0, classes: int = 3) -> nn.Module:
+    layers = [
+        nn.Conv2d(1, 4, 3),
+        nn.BatchNorm2d(4),
+        nn.ReLU(inplace=True),
+        nn.Dropout(dropout),
+        nn.Conv2d(4, 6, 3),
+        NormAct(6),
+        nn.Flatten(),
+        nn.Linear(6 * 4 * 4, 10, bias=False),
+        nn.BatchNorm1d(10),
+        nn.ReLU(),
+        nn.Dropout(dropout),
+        nn.Linear(10, classes),
+    ]
+    return nn.Sequential(*[layer for layer in layers if dropout or not isinstance(layer, nn.Dropout)])
+
+
+@pytest.fixture(autouse=True)
+def _seed() -> None:
+    torch.manual_seed(0)
+
+
+@pytest.fixture
+def batches() -> list[Tensor]:
+    return [torch.rand(16, 1, 8, 8) for _ in range(12)]
+
+
+@pytest.fixture
+def model(batches: list[Tensor]) -> nn.Module:
+    return calibrate(small_cnn(), batches)
+
+
+@pytest.fixture
+def dropout_model(batches: list[Tensor]) -> nn.Module:
+    return calibrate(small_cnn(dropout=0.3), batches)
+
+
+@pytest.fixture
+def stats(model: nn.Module, batches: list[Tensor]) -> stochbn.Factorized:
+    return stochbn.fit(model, batches, progress=False)
+
+
+@pytest.fixture
+def x() -> Tensor:
+    return torch.rand(7, 1, 8, 8)
