@@ -10,7 +10,6 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
-from conftest import calibrate, small_cnn
 from hypothesis import given
 from hypothesis import strategies as st
 from safetensors import safe_open
@@ -19,6 +18,7 @@ from scipy import stats as sps
 from torch import Tensor, nn
 
 import stochbn
+from conftest import calibrate, small_cnn
 from stochbn.distributions import Layer
 from stochbn.moments import Moments
 from stochbn.storage import read
@@ -276,7 +276,7 @@ def test_foreign_files(tmp_path: Path, model: nn.Module) -> None:
         stochbn.load(pickled)
     weights = tmp_path / "model.safetensors"
     save_file(model.state_dict(), weights)
-    with pytest.raises(ValueError, match="safetensors file of something else.*load_state_dict"):
+    with pytest.raises(ValueError, match=r"safetensors file of something else.*load_state_dict"):
         stochbn.load(weights)
     with pytest.raises(FileNotFoundError):
         stochbn.load(tmp_path / "absent")

@@ -1,4 +1,4 @@
-"""Batch statistics against NumPy on a network that really trains, for every kind of layer; and the model's integrity."""
+"""Batch statistics against NumPy on a pass in train mode, for every kind of layer; and the model's integrity."""
 
 import copy
 import math
@@ -7,11 +7,11 @@ from collections.abc import Callable
 import numpy as np
 import pytest
 import torch
-from conftest import NormAct, calibrate, small_cnn
 from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _BatchNorm
 
 import stochbn
+from conftest import NormAct, calibrate, small_cnn
 from stochbn.statistics import BatchNormalization, batch_moments, evaluating, find_layers
 
 
@@ -277,7 +277,7 @@ def test_no_running_statistics() -> None:
 
 
 def test_lazy_layer() -> None:
-    with pytest.raises(ValueError, match="got the lazy '0'. Run the model once"):
+    with pytest.raises(ValueError, match=r"got the lazy '0'\. Run the model once"):
         find_layers(nn.Sequential(nn.LazyBatchNorm1d()))
 
 
@@ -332,5 +332,5 @@ def test_model_that_regroups_its_batch() -> None:
         def forward(self, x: Tensor) -> Tensor:
             return self.norm(x[1:])
 
-    with pytest.raises(ValueError, match="layer 'norm' to get a multiple of 3 examples, .* got 11"):
+    with pytest.raises(ValueError, match=r"layer 'norm' to get a multiple of 3 examples, .* got 11"):
         stochbn.fit(Pooled(), [torch.randn(12, 3)] * 3, batch_size=4, progress=False)

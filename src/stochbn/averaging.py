@@ -57,7 +57,8 @@ class Prediction:
     @property
     def epistemic(self) -> Tensor:
         """(N, *) what the draws disagree about: the mutual information of class and draw; never below 0."""
-        return (self.entropy - self._require_probabilities("epistemic")).clamp_min(0)
+        expected = self._require_probabilities("epistemic")
+        return (self.entropy - expected).clamp_min(0)
 
     def _require_probabilities(self, name: str) -> Tensor:
         if self.expected_entropy is None:

@@ -86,6 +86,8 @@ def _call(model: nn.Module, arguments: Any, item: Any) -> Any:
             return model(*arguments)
         return model(arguments)
     except (TypeError, AttributeError) as error:
+        if isinstance(arguments, Tensor) and isinstance(error, AttributeError):
+            raise  # a fault of the model's own
         raise TypeError(
             f"Expected a batch that {type(model).__name__} can take, got {describe(item)} ({error}). Pass call= to say "
             "how the model is called on it, for example call=lambda model, batch: model(batch['image'])."

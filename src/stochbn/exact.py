@@ -245,7 +245,7 @@ def _surround(rows: Any, companion: Any) -> Any:
 
     try:
         return map_tensors(join_one, rows, companion)
-    except (KeyError, TypeError, ValueError, AttributeError, RuntimeError) as error:
+    except (LookupError, TypeError, ValueError, AttributeError, RuntimeError) as error:
         raise ValueError(
             f"Expected inputs built like the loader's batches, got {describe(rows)} for batches of "
             f"{describe(companion)}. Pass inputs of the same form and shape; with call=, whole batches."

@@ -137,19 +137,23 @@ class _Collected:
         self.num_batches += groups
 
     def distribution(self, model: nn.Module, layers: dict[str, _BatchNorm]) -> Factorized:
-        idle = [name for name in layers if name not in self.moments]
-        if len(idle) == len(layers):
+        # The order of the model, not of the calls: draws follow it, and it survives a change of the forward pass.
+        fitted = {
+            name: Layer(layer.eps, self.moments[name])
+            for name, layer in layers.items()
+            if name in self.moments and self.moments[name].weight_sq < self.moments[name].weight ** 2  # seen twice
+        }
+        if not fitted:
             raise ValueError(
-                "Expected the model to run its BatchNorm layers, got a forward pass that used none of them."
+                f"Expected a forward pass that uses BatchNorm layers, got one that uses none of {list(layers)}. "
+                "Check that call= runs the whole model."
             )
-        if idle:
+        if len(fitted) < len(layers):
             warnings.warn(
-                f"The forward pass did not use the BatchNorm layers {idle}; they keep to their running statistics.",
+                f"The BatchNorm layers {[name for name in layers if name not in fitted]} were used in fewer than 2 "
+                "mini-batches; they keep to their running statistics.",
                 stacklevel=3,
             )
-        fitted = {name: Layer(layers[name].eps, moments) for name, moments in self.moments.items()}
-        # The order of the model, not of the calls: draws follow it, and it survives a change of the forward pass.
-        fitted = {name: fitted[name] for name in layers if name in fitted}
         excluded = tuple(name for name in all_batch_norms(model) if name not in fitted)
         return Factorized(fitted, self.batch_size, self.num_batches, excluded)
 
@@ -221,7 +225,8 @@ def track(model: nn.Module, momentum: float = 0.1) -> Iterator[Tracker]:
         return lambda layer, args, kwargs: tracker._observe(name, layer, args[0] if args else kwargs["input"])
 
     try:
-        # A forward pass that raised leaves observations behind; the next one starts afresh. First, as the model may be a layer.
+        # A forward pass that raised leaves observations behind, so the next starts afresh. Registered first, as the
+        # model may be a BatchNorm layer itself.
         hooks.append(model.register_forward_pre_hook(lambda *_: tracker._observed.clear()))
         for name, layer in tracker._layers.items():
             hooks.append(layer.register_forward_pre_hook(observer(name), with_kwargs=True))

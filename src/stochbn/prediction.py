@@ -2,7 +2,7 @@
 
 import warnings
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from contextlib import ExitStack
+from contextlib import contextmanager
 from typing import Any, get_args
 
 import torch
@@ -96,16 +96,14 @@ def predict(
     batches = inputs if batched else [inputs]
     rounds = len(batches) * total if hasattr(batches, "__len__") else None
     results = []
-    with ExitStack() as stack:
-        bar = stack.enter_context(tqdm(total=rounds, desc="predict", unit="draw", disable=not progress, leave=False))
-        for network in networks:
-            network.enter(stack)
+    with tqdm(total=rounds, desc="predict", unit="draw", disable=not progress, leave=False) as bar:
         for item in batches:
             average = Average(link, keep_samples)
             for network in networks:
-                for outputs in network.run(item, chunk_size):
-                    average.add(outputs)
-                    bar.update(len(outputs))
+                with network.active():
+                    for outputs in network.run(item, chunk_size):
+                        average.add(outputs)
+                        bar.update(len(outputs))
             results.append(average.prediction())
     return join(results)
 
@@ -204,11 +202,15 @@ class _Network:
         self.device = device_of(model)
         self.vectorised = True
 
-    def enter(self, stack: ExitStack) -> None:
-        """Puts the model in eval mode, with this network's dropout masks, until the stack closes."""
-        stack.enter_context(evaluating(self.model))
-        if self.dropout_seed is not None:
-            self.masks = stack.enter_context(dropout_masks(self.model, self.dropout_seed))
+    @contextmanager
+    def active(self) -> Iterator[None]:
+        """Has the model in eval mode and with this network's dropout masks. One model may serve several networks."""
+        with evaluating(self.model):
+            if self.dropout_seed is None:
+                yield
+            else:
+                with dropout_masks(self.model, self.dropout_seed) as self.masks:
+                    yield
 
     def run(self, item: Any, chunk_size: int | None) -> Iterator[Tensor]:
         """Yields outputs (s, N, …) of successive draws."""

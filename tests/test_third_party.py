@@ -1,0 +1,89 @@
+"""Networks that nobody here wrote, unmodified: fit, vectorised prediction, the loop, and the identity at spread 0."""
+
+import os
+import warnings
+from collections.abc import Callable
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import stochbn
+from conftest import calibrate
+
+os.environ["HF_HUB_OFFLINE"] = "1"
+with warnings.catch_warnings():
+    warnings.simplefilter("ignore")  # of the libraries' own imports
+    import transformers
+    from monai.networks import nets
+
+
+def transformer(kind: str, **config: object) -> nn.Module:
+    settings = getattr(transformers, f"{kind}Config")(num_labels=5, **config)
+    return getattr(transformers, f"{kind}ForImageClassification")(settings)
+
+
+NETWORKS: dict[str, tuple[Callable[[], nn.Module], tuple[int, ...]]] = {
+    "monai DenseNet 2d": (
+        lambda: nets.DenseNet(2, 1, 5, init_features=8, growth_rate=4, block_config=(2, 2)),
+        (1, 32, 32),
+    ),
+    "monai DenseNet121": (lambda: nets.DenseNet121(2, 1, 5, init_features=8, growth_rate=2), (1, 64, 64)),
+    "monai UNet 2d, segmentation": (
+        lambda: nets.UNet(2, 1, 3, channels=(4, 8, 16), strides=(2, 2), num_res_units=1, norm="batch"),
+        (1, 16, 16),
+    ),
+    "monai UNet 3d, segmentation": (
+        lambda: nets.UNet(3, 1, 3, channels=(4, 8), strides=(2,), norm="batch"),
+        (1, 8, 8, 8),
+    ),
+    "monai SegResNet 3d, segmentation": (
+        lambda: nets.SegResNet(3, 4, 1, 3, norm="batch", blocks_down=(1, 1), blocks_up=(1,)),
+        (1, 8, 8, 8),
+    ),
+    "transformers ResNet": (
+        lambda: transformer("ResNet", embedding_size=8, hidden_sizes=[8, 16], depths=[1, 1], layer_type="basic"),
+        (3, 32, 32),
+    ),
+    "transformers RegNet": (
+        lambda: transformer("RegNet", embedding_size=8, hidden_sizes=[8, 16], depths=[1, 1], groups_width=4),
+        (3, 32, 32),
+    ),
+    "transformers MobileNetV2": (lambda: transformer("MobileNetV2", depth_multiplier=0.1, image_size=32), (3, 32, 32)),
+    "transformers EfficientNet": (
+        lambda: transformer(
+            "EfficientNet", image_size=32, width_coefficient=0.1, depth_coefficient=0.1, hidden_dim=128
+        ),
+        (3, 32, 32),
+    ),
+}
+
+
+@pytest.mark.parametrize("kind", NETWORKS)
+def test_fit_and_predict(kind: str) -> None:
+    build, shape = NETWORKS[kind]
+    batches = [torch.rand(8, *shape) for _ in range(4)]
+    model = calibrate(build(), batches)
+    norms = [m for m in model.modules() if isinstance(m, nn.modules.batchnorm._BatchNorm)]
+    assert norms
+    before = {key: value.clone() for key, value in model.state_dict().items()}
+    x = torch.rand(3, *shape)
+
+    def output(x: Tensor) -> Tensor:
+        result = model(x)
+        return getattr(result, "logits", result).detach()
+
+    reference = output(x)
+    stats = stochbn.fit(model, batches, batch_size=4, progress=False)
+    assert len(stats.layers) == len(norms)
+    assert stats.num_batches == 8
+    pred = stochbn.predict(model, stats, x, num_samples=4)  # a fallback to the loop would warn, and fail
+    looped = stochbn.predict(model, stats, x, num_samples=4, chunk_size=1)
+    torch.testing.assert_close(pred.samples, looped.samples, rtol=1e-3, atol=1e-5)
+    assert pred.probs.shape == reference.shape
+    assert pred.entropy.shape == (3, *reference.shape[2:])
+    assert pred.std.max() > 0
+    exact = stochbn.exact_predict(model, batches, x, num_samples=2)
+    assert exact.probs.shape == reference.shape
+    torch.testing.assert_close(model.state_dict(), before, rtol=0, atol=0)
+    assert torch.equal(output(x), reference)
