@@ -58,7 +58,7 @@ def test_core_needs_torch_safetensors_and_tqdm_only() -> None:
         "class Refuse:\n"
         "    def find_spec(self, name, *_):\n"
         "        if name.split('.')[0] in 'numpy scipy sklearn matplotlib typer rich pooch jinja2 PIL'.split():\n"
-        "            raise ImportError(name)\n"
+        "            raise ModuleNotFoundError(name)\n"
         "sys.meta_path.insert(0, Refuse())\n"
         "import stochbn\n"
         "assert not [m for m in sys.modules if m.startswith('stochbn.experiments')]\n"
