@@ -1,4 +1,4 @@
-"""SBN on scikit-learn's digits: trains on 0-4, then asks which of the ten digits the network should not trust itself on.
+"""SBN on scikit-learn's digits: trains on 0-4, then asks which of all ten the network should not trust itself on.
 
 python examples/digits.py
 """

@@ -5,8 +5,9 @@ from pathlib import Path
 
 import pytest
 import torch
-from conftest import calibrate, small_cnn
 from torch.utils.data import DataLoader, TensorDataset
+
+from conftest import calibrate, small_cnn
 
 ROOT = Path(__file__).parent.parent
 PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]

@@ -1,0 +1,76 @@
+"""What each network is trained on and how, as plain data. A recipe and a seed determine a run.
+
+LeNet-5 follows the authors' published setting: Adam at 1e-3 falling linearly to 0, batch size 16, 50 epochs,
+pixels in [0, 1], dropout 0.5 after each block where there is dropout.
+"""
+
+from dataclasses import dataclass
+from typing import Any, Literal
+
+from torch import nn
+
+from stochbn.experiments import networks
+
+
+@dataclass(frozen=True)
+class Recipe:
+    """One way to train one network; its name is also the folder of its checkpoints.
+
+    Attributes:
+        name: Key in `RECIPES`.
+        network: Which function of `networks` builds it.
+        data: Which data set it learns, as `data.load_split` knows it.
+        num_classes: Outputs of the network.
+        in_channels: 1 for grey images, 3 for colour.
+        epochs: Passes over the training split.
+        batch_size: The mini-batch size M that the batch statistics come from. An incomplete last batch is dropped.
+        optimizer: `adam` with a learning rate falling linearly to 0, or `sgd` with Nesterov momentum and one cycle.
+        learning_rate: The first one of Adam, the highest one of the cycle.
+        weight_decay: L2 penalty.
+        width: Multiplies the number of channels and units.
+        dropout: Probability to drop; 0 for a network without dropout layers.
+        augment: Whether to crop (reflect padding 4) and flip at random.
+        class_seed: Draws CIFAR5's known classes; None takes classes 0 to 4.
+
+    >>> RECIPES["lenet5"].batch_size
+    16
+    """
+
+    name: str
+    network: Literal["lenet5", "vgg11", "resnet18"]
+    data: Literal["mnist", "cifar5", "cifar10", "digits"]
+    num_classes: int
+    in_channels: int
+    epochs: int
+    batch_size: int
+    optimizer: Literal["adam", "sgd"] = "adam"
+    learning_rate: float = 1e-3
+    weight_decay: float = 0.0
+    width: float = 1.0
+    dropout: float = 0.0
+    augment: bool = False
+    class_seed: int | None = None
+
+    def build_network(self) -> nn.Module:
+        """Build the untrained network from torch's random state."""
+        if self.network == "resnet18" and self.dropout:
+            raise ValueError(f"Expected no dropout in resnet18, got {self.dropout}. The paper's ResNet has none.")
+        size: dict[str, Any] = {"in_channels": self.in_channels, "width": self.width}
+        if self.network == "resnet18":
+            return networks.resnet18(self.num_classes, **size)
+        build = networks.lenet5 if self.network == "lenet5" else networks.vgg11
+        return build(self.num_classes, **size, dropout=self.dropout)
+
+
+RECIPES: dict[str, Recipe] = {
+    recipe.name: recipe
+    for recipe in (
+        Recipe("lenet5", "lenet5", "mnist", 10, 1, epochs=50, batch_size=16),
+        Recipe("lenet5-dropout", "lenet5", "mnist", 10, 1, epochs=50, batch_size=16, dropout=0.5),
+        Recipe("vgg11", "vgg11", "cifar5", 5, 3, epochs=200, batch_size=16, augment=True),
+        Recipe("vgg11-dropout", "vgg11", "cifar5", 5, 3, epochs=200, batch_size=16, dropout=0.5, augment=True),
+        Recipe("resnet18", "resnet18", "cifar5", 5, 3, epochs=200, batch_size=16, augment=True),
+        Recipe("digits", "lenet5", "digits", 10, 1, epochs=6, batch_size=16, width=0.5),
+        Recipe("digits-dropout", "lenet5", "digits", 10, 1, epochs=6, batch_size=16, width=0.5, dropout=0.5),
+    )
+}
