@@ -1,11 +1,21 @@
 from collections import namedtuple
 
+import numpy as np
 import pytest
 import torch
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, TensorDataset
 
-from stochbn.batches import call_on_inputs, call_on_item, describe, map_tensors, mini_batches, num_examples
+from stochbn.batches import (
+    call_on_inputs,
+    call_on_item,
+    check_whole,
+    describe,
+    map_leaves,
+    mini_batches,
+    num_examples,
+    rows,
+)
 
 Pair = namedtuple("Pair", "x y")
 
@@ -73,11 +83,39 @@ def test_no_tensor() -> None:
 
 def test_map_keeps_the_structure() -> None:
     item = Pair([torch.ones(2)], {"a": (torch.ones(1), None)})
-    doubled = map_tensors(lambda a, b: a + b, item, item)
+    doubled = map_leaves(lambda a, b: a + b if isinstance(a, Tensor) else a, item, item)
     assert isinstance(doubled, Pair)
     assert doubled.x[0].tolist() == [2, 2]
     assert doubled.y["a"][1] is None
     assert describe(item) == "Pair(list(Tensor[2]), dict(a=tuple(Tensor[1], NoneType)))"
+
+
+def test_lists_follow_their_examples_and_constants_stay_whole() -> None:
+    batches = [
+        {"x": torch.arange(5) + start, "names": [f"n{start + i}" for i in range(5)], "anchors": torch.ones(10, 4)}
+        for start in (0, 5)
+    ] + [{"x": torch.arange(10, 12), "names": ["n10", "n11"], "anchors": torch.ones(10, 4)}]
+    for item, groups, size in mini_batches(batches, batch_size=2):
+        assert len(item["x"]) == groups * size
+        assert item["names"] == [f"n{i}" for i in item["x"].tolist()]
+        assert item["anchors"].shape == (10, 4)
+    assert rows({"x": torch.arange(10), "anchors": torch.ones(4)}, 2, 4)["anchors"].shape == (4,)
+
+
+@pytest.mark.parametrize(
+    "data", [torch.ones(4, 2), TensorDataset(torch.ones(4)), np.ones((4, 2)), "path", nn.Linear(1, 1)]
+)
+def test_data_that_is_not_batches(data: object) -> None:
+    with pytest.raises(
+        TypeError, match=r"iterable of batches, got .*DataLoader\(dataset, batch_size=M, shuffle=True\)"
+    ):
+        list(mini_batches(data))
+
+
+def test_whole_numbers() -> None:
+    assert check_whole("num_samples", np.int64(3), 1) == 3
+    with pytest.raises(TypeError, match=r"num_samples to be a whole number, got 50\.0"):
+        check_whole("num_samples", 50.0, 1)
 
 
 class Two(nn.Module):
@@ -93,6 +131,28 @@ def test_default_calls() -> None:
     assert call_on_item(Two(), {"a": a, "b": b}).item() == 2
     assert call_on_inputs(Two(), (a, b)).item() == 2
     assert call_on_inputs(Two(), {"b": a, "a": b}).item() == -2
+
+
+def test_runtime_errors_of_the_default_call_name_the_remedy() -> None:
+    with pytest.raises(
+        RuntimeError, match=r"that Linear can take, got tuple\(Tensor\[2, 7\], Tensor\[2\]\).*shapes.*call="
+    ):
+        call_on_item(nn.Linear(3, 1), (torch.ones(2, 7), torch.ones(2)))
+
+
+def test_faults_of_the_model_stay_what_they_are() -> None:
+    class Broken(nn.Module):
+        def forward(self, x: Tensor) -> Tensor:
+            return self.absent(x)
+
+    class Full(nn.Module):
+        def forward(self, x: Tensor) -> Tensor:
+            raise torch.OutOfMemoryError("no memory")
+
+    with pytest.raises(AttributeError, match=r"^'Broken' object has no attribute 'absent'"):
+        call_on_item(Broken(), torch.ones(2))
+    with pytest.raises(torch.OutOfMemoryError, match=r"^no memory"):
+        call_on_item(Full(), torch.ones(2))
 
 
 @pytest.mark.parametrize("item", [(torch.ones(2), torch.ones(2)), {"a": torch.ones(2), "c": torch.ones(2)}, "word"])

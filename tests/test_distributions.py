@@ -78,6 +78,9 @@ def known(mean: float = 2.0, std: float = 0.5, channels: int = 1, eps: float = 1
     return stochbn.Factorized({"bn": Layer(eps, moments)}, batch_size=16, num_batches=11)
 
 
+known_on_cpu = known(channels=3)
+
+
 def test_draws_are_normal_and_log_normal() -> None:
     draws = known(mean=0.3, std=0.5, eps=1e-3).sample(5000, seed=0)
     mean, variance = draws.buffers["bn.running_mean"][:, 0], draws.buffers["bn.running_var"][:, 0]
@@ -111,6 +114,19 @@ def test_draw_i_does_not_depend_on_how_many_are_drawn() -> None:
         for name, values in few.buffers.items():
             assert torch.equal(values, many.buffers[name][:count])
     assert not torch.equal(stats.sample(1, seed=4).buffers["bn.running_mean"], many.buffers["bn.running_mean"][:1])
+
+
+def test_draws_in_parts_are_the_same() -> None:
+    stats = known(channels=13)
+    whole, part = stats.sample(20, seed=3), stats.sample(5, seed=3, first=7)
+    assert torch.equal(part.buffers["bn.running_var"], whole.buffers["bn.running_var"][7:12])
+
+
+def test_default_device_does_not_matter() -> None:
+    reference = known(channels=3).sample(2, seed=0).buffers["bn.running_mean"]
+    with torch.device("meta"):
+        assert torch.equal(known_on_cpu.sample(2, seed=0).buffers["bn.running_mean"], reference)
+        assert known_on_cpu.sample(2).buffers["bn.running_mean"].device.type == "cpu"
 
 
 def test_no_seed_follows_torchs_generator() -> None:
@@ -173,6 +189,19 @@ def test_drift_is_small_on_the_training_data_and_names_the_layer_elsewhere(
     assert stats.drift(model)["1"][1] == pytest.approx(math.log(255**2), rel=0.05)
 
 
+@pytest.mark.parametrize("size", [2, 16])
+def test_no_drift_on_training_data_however_wide_its_statistics(size: int, recwarn: pytest.WarningsRecorder) -> None:
+    sparse = [torch.randn(size, 50) * (torch.rand(size, 50) < (0.02 if size == 16 else 1)) for _ in range(400)]
+    stochbn.fit(calibrate(nn.BatchNorm1d(50), sparse), sparse, progress=False)
+    assert not recwarn
+
+
+def test_drift_of_compiled_and_of_other_models(model: nn.Module, stats: stochbn.Factorized) -> None:
+    assert stats.drift(torch.compile(model, backend="eager")) == stats.drift(model)
+    with pytest.raises(ValueError, match="another model's"):
+        stats.drift(nn.Sequential(nn.BatchNorm1d(4)))
+
+
 def test_shifted_data_drift_too(model: nn.Module, batches: list[Tensor]) -> None:
     with pytest.warns(UserWarning, match="standard deviations from the model's running mean"):
         stochbn.fit(model, [batch + 2 for batch in batches], progress=False)
@@ -185,12 +214,23 @@ def test_distribution_of_another_model(stats: stochbn.Factorized) -> None:
     draws = stats.sample(2, seed=0)
     wider = small_cnn()
     wider[7] = nn.BatchNorm1d(12)
-    with pytest.raises(ValueError, match=r"of another size: 7.running_mean \(10 channels, the model has 12\)"):
+    with pytest.raises(ValueError, match=r"of another size: '7.running_mean \(10 channels, the model has 12\)'"):
         draws.match(wider)
-    with pytest.raises(ValueError, match=r"missing: 0.running_mean.*unexpected: 1.running_mean"):
+    with pytest.raises(ValueError, match=r"missing: '0.running_mean'.*unexpected: '1.running_mean'"):
         draws.match(nn.Sequential(nn.BatchNorm1d(4)))
-    with pytest.raises(ValueError, match=r"this Sequential, got another model's \(missing: 12.running_mean"):
+    with pytest.raises(ValueError, match=r"this Sequential, got another model's \(missing: '12.running_mean'"):
         draws.match(nn.Sequential(*small_cnn(), nn.Identity(), nn.Identity(), nn.BatchNorm1d(3)))
+
+
+def test_other_eps_and_long_lists(stats: stochbn.Factorized) -> None:
+    other = small_cnn()
+    other[4].eps = 1e-3
+    with pytest.raises(ValueError, match="of another ε: '4'"):
+        stats.sample(1, seed=0).match(other)
+    deep = nn.Sequential(*[nn.BatchNorm1d(3) for _ in range(60)])
+    with pytest.raises(ValueError, match="and 108 more") as caught:
+        stats.sample(1, seed=0).match(deep)
+    assert len(str(caught.value)) < 700
 
 
 def test_excluded_layers_are_not_missed(model: nn.Module, batches: list[Tensor], x: Tensor) -> None:
@@ -255,7 +295,7 @@ def test_failed_save_keeps_the_old_file(stats: stochbn.Factorized, file: Path, m
     def full_disk(*_: object, **__: object) -> None:
         raise OSError("No space left on device")
 
-    monkeypatch.setattr("stochbn.storage.save_file", full_disk)
+    monkeypatch.setattr("os.fsync", full_disk)
     with pytest.raises(OSError, match="No space"):
         stats.save(file)
     assert file.read_bytes() == before
@@ -280,6 +320,8 @@ def test_foreign_files(tmp_path: Path, model: nn.Module) -> None:
         stochbn.load(weights)
     with pytest.raises(FileNotFoundError):
         stochbn.load(tmp_path / "absent")
+    with pytest.raises(ValueError, match="a directory"):
+        stochbn.load(tmp_path)
 
 
 def rewrite(file: Path, change: object) -> None:
@@ -303,6 +345,14 @@ HOSTILE = {
     "name-twice": (lambda h, t: h["layers"].append(h["layers"][0]), "layer name '1'"),
     "batch-size": (lambda h, t: h.update(batch_size=True), "batch_size True"),
     "num-batches": (lambda h, t: h.update(num_batches=-3), "num_batches -3"),
+    "dropout": (lambda h, t: h.update(dropout="no"), "impossible dropout"),
+    "version-type": (lambda h, t: h.update(format_version=True), "of format True"),
+    "huge-weight": (lambda h, t: h["layers"][0].update(weight=10**400), "sound stochbn file"),
+    "scalar": (lambda h, t: t.update({"4.mean": torch.tensor(1.0).double()}), "shape of layer '4'"),
+    "no-channels": (
+        lambda h, t: t.update({f"4.{k}": torch.ones(2, 0).double() for k in ("mean", "deviation")}),
+        "shape of layer '4'",
+    ),
     "excluded": (lambda h, t: h.update(excluded=[1]), "excluded layers"),
     "missing-tensor": (lambda h, t: t.pop("4.mean"), "no '4.mean'"),
     "extra-tensor": (lambda h, t: t.update(virus=torch.ones(1)), r"tensors \['virus'\]"),

@@ -99,6 +99,22 @@ def test_agrees_with_sbn_where_the_statistics_are_known() -> None:
     assert one.epistemic.max() == 0
 
 
+def test_file_names_and_constants_go_along(model: nn.Module, batches: list[Tensor], x: Tensor) -> None:
+    seen = []
+
+    def call(model: nn.Module, item: dict[str, object]) -> Tensor:
+        seen.append((len(item["names"]), item["anchors"].shape))
+        return model(item["image"])
+
+    def item(images: Tensor) -> dict[str, object]:
+        return {"image": images, "names": ["n"] * len(images), "anchors": torch.ones(10, 4)}
+
+    pred = stochbn.exact_predict(model, [item(b) for b in batches], item(x), num_samples=2, call=call)
+    reference = stochbn.exact_predict(model, batches, x, num_samples=2)
+    torch.testing.assert_close(pred.samples, reference.samples)
+    assert set(seen) == {(7 * 16, (10, 4))}
+
+
 def test_not_enough_training_data(model: nn.Module, batches: list[Tensor], x: Tensor) -> None:
     with pytest.raises(ValueError, match="at least num_samples=50 mini-batches of training data, got 12"):
         stochbn.exact_predict(model, batches, x)
@@ -135,23 +151,25 @@ def test_no_gap_without_randomness() -> None:
     assert bound.summary()["gap"][1] < 1e-12
 
 
-def test_standard_errors_cover() -> None:
+def test_standard_errors_are_the_spread_of_repeated_estimates() -> None:
     """Log-normal likelihoods, correlated between examples as shared mini-batches make them; both sides are known."""
-    scale, samples, repeats = 0.3, 400, 300
+    scale, samples, repeats = 0.3, 400, 400
     truth = {"lower": -1.0, "marginal": -1.0 + scale**2 / 2, "gap": scale**2 / 2}
-    inside = dict.fromkeys(truth, 0)
-    inside_each = dict.fromkeys(truth, 0)
-    for _ in range(repeats):
+    estimates = {name: torch.zeros(repeats, 2) for name in truth}  # of the mean over examples, and of one example
+    errors = {name: torch.zeros(repeats, 2) for name in truth}
+    for r in range(repeats):
         shared, own = torch.randn(samples, 1).double(), torch.randn(samples, 5).double()
         bound = LowerBound(-1 + scale * (0.8 * shared + 0.6 * own))
-        for name, value in truth.items():
+        for name in truth:
             mean, error = bound.summary()[name]
-            inside[name] += abs(mean - value) < 1.96 * error
-            deviation = (getattr(bound, name) - value).abs()[0]
-            inside_each[name] += int(deviation < 1.96 * bound.standard_errors[name][0])
-    # 95 % of 300, with 4 standard deviations of a binomial, and 2 % for the delta method
-    for count in (*inside.values(), *inside_each.values()):
-        assert abs(count / repeats - 0.95) < 4 * math.sqrt(0.95 * 0.05 / repeats) + 0.02
+            estimates[name][r] = torch.tensor([mean, getattr(bound, name)[0]])
+            errors[name][r] = torch.tensor([error, bound.standard_errors[name][0]])
+    for name, value in truth.items():
+        spread = estimates[name].std(0)
+        # The spread of 400 estimates is itself known to 1/√800 = 3.5 %.
+        torch.testing.assert_close(errors[name].mean(0), spread, rtol=4 / math.sqrt(2 * repeats), atol=0)
+        bias = scale**2 / (2 * samples)  # of the logarithm of an average
+        assert ((estimates[name].mean(0) - value).abs() < 4 * spread / math.sqrt(repeats) + bias).all()
 
 
 def test_likelihoods_too_small_for_probabilities() -> None:
@@ -172,5 +190,7 @@ def test_bad_targets(batches: list[Tensor], x: Tensor) -> None:
         stochbn.lower_bound(model, batches, x, torch.zeros(6, dtype=torch.long), num_samples=2)
     with pytest.raises(ValueError, match=r"class indices in \[0, 3\), got torch.int64 from 5 to 5"):
         stochbn.lower_bound(model, batches, x, torch.full((7,), 5), num_samples=2)
+    with pytest.raises(ValueError, match="K ≥ 2 classes"):
+        stochbn.lower_bound(nn.Sequential(model, nn.Flatten(0)), batches, x, torch.zeros(21).long(), num_samples=2)
     with pytest.raises(ValueError, match="at least 2 for a bound, got 1"):
         stochbn.lower_bound(model, batches, x, torch.zeros(7, dtype=torch.long), num_samples=1)

@@ -11,12 +11,14 @@ import stochbn
 
 SOURCE = Path(stochbn.__file__).parent
 ORDER = [
+    "seeding",
     "batches",
     "statistics",
     "storage",
     "moments",
     "distributions",
     "fitting",
+    "tracking",
     "dropout",
     "uncertainty",
     "averaging",

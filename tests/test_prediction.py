@@ -3,7 +3,6 @@
 import copy
 import math
 import pickle
-import tracemalloc
 import warnings
 
 import pytest
@@ -12,7 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor, nn
 from torch.func import functional_call
-from torch.utils.data import DataLoader, TensorDataset
+from torch.utils.data import DataLoader, IterableDataset, TensorDataset
 
 import stochbn
 from conftest import calibrate, small_cnn
@@ -81,9 +80,9 @@ def test_no_statistics_is_the_plain_model(model: nn.Module, x: Tensor) -> None:
 
 
 def test_ensemble_of_one_is_the_model(dropout_model: nn.Module, x: Tensor, batches: list[Tensor]) -> None:
-    stats = stochbn.fit(dropout_model, batches, progress=False)
-    for source in (None, stats):
-        for dropout in (False, True):
+    for dropout in (False, True):
+        stats = stochbn.fit(dropout_model, batches, dropout=dropout, progress=False)
+        for source in (None, stats):
             one = stochbn.predict(dropout_model, source, x, num_samples=4, dropout=dropout)
             several = stochbn.predict([dropout_model], source and [source], x, num_samples=4, dropout=dropout)
             assert torch.equal(one.samples, several.samples)
@@ -96,11 +95,23 @@ def test_deep_ensembles_average_their_members(batches: list[Tensor], x: Tensor) 
     assert plain.num_samples == 3
     stats = [stochbn.fit(m, batches, progress=False) for m in models]
     pred = stochbn.predict(nn.ModuleList(models), stats, x, num_samples=5, seed=2)
-    parts = [
-        stochbn.predict(m, s, x, num_samples=5, seed=2 + i) for i, (m, s) in enumerate(zip(models, stats, strict=True))
-    ]
-    assert torch.equal(pred.samples, torch.cat([part.samples for part in parts]))
-    torch.testing.assert_close(pred.probs, torch.stack([part.probs for part in parts]).mean(0), **ROUNDING)
+    assert torch.equal(pred.samples[:5], stochbn.predict(models[0], stats[0], x, num_samples=5, seed=2).samples)
+    for index in (1, 2):  # the others have draws of their own
+        rows = slice(5 * index, 5 * index + 5)
+        alone = stochbn.predict(models[index], stats[index], x, num_samples=5, seed=2).samples
+        assert not torch.equal(pred.samples[rows], alone)
+    torch.testing.assert_close(pred.probs, pred.samples.mean(0), **ROUNDING)
+
+
+def test_members_weigh_the_same_however_many_draws_they_have(
+    model: nn.Module, stats: stochbn.Factorized, batches: list[Tensor], x: Tensor
+) -> None:
+    other = calibrate(small_cnn(), batches)
+    pred = stochbn.predict([model, other], [stats, None], x, num_samples=9)
+    parts = [stochbn.predict(model, stats, x, num_samples=9), stochbn.predict(other, None, x)]
+    assert pred.num_samples == 10
+    for name in ("probs", "aleatoric"):
+        torch.testing.assert_close(getattr(pred, name), sum(getattr(p, name) for p in parts) / 2, **ROUNDING)
 
 
 @given(
@@ -131,7 +142,7 @@ def test_entropy_is_aleatoric_plus_epistemic(draws: int, classes: int, logits: l
 def test_chunks_and_the_loop_give_the_same(
     dropout_model: nn.Module, batches: list[Tensor], x: Tensor, chunk_size: int, dropout: bool
 ) -> None:
-    stats = stochbn.fit(dropout_model, batches, progress=False)
+    stats = stochbn.fit(dropout_model, batches, dropout=dropout, progress=False)
     reference = stochbn.predict(dropout_model, stats, x, num_samples=20, dropout=dropout)
     pred = stochbn.predict(dropout_model, stats, x, num_samples=20, dropout=dropout, chunk_size=chunk_size)
     torch.testing.assert_close(pred.samples, reference.samples, **ROUNDING)
@@ -142,7 +153,7 @@ def test_chunks_and_the_loop_give_the_same(
 def test_batch_size_and_order_do_not_matter(
     dropout_model: nn.Module, batches: list[Tensor], x: Tensor, dropout: bool
 ) -> None:
-    stats = stochbn.fit(dropout_model, batches, progress=False)
+    stats = stochbn.fit(dropout_model, batches, dropout=dropout, progress=False)
 
     def samples(inputs: object) -> Tensor:
         return stochbn.predict(dropout_model, stats, inputs, num_samples=10, dropout=dropout).samples
@@ -161,6 +172,17 @@ def test_streaming_gives_the_same(model: nn.Module, stats: stochbn.Factorized, x
     assert streamed.samples is None
     for name in ("probs", "std", "entropy", "aleatoric", "epistemic"):
         assert torch.equal(getattr(streamed, name), getattr(kept, name))
+
+
+def test_near_equal_draws_have_no_negative_uncertainty() -> None:
+    logits = torch.randn(200, 4) * 3
+    average = Average("softmax", keep_samples=True)
+    average.add(logits + 1e-6 * torch.randn(4, 200, 4))
+    pred = average.prediction()
+    raw = pred.entropy - pred.aleatoric
+    assert raw.min() < 0  # rounding makes the difference negative somewhere
+    assert pred.epistemic.min() == 0
+    assert stochbn.mutual_information(pred.samples).min() >= 0
 
 
 def test_streaming_over_batches(model: nn.Module, stats: stochbn.Factorized, x: Tensor) -> None:
@@ -186,16 +208,22 @@ def test_stacks_are_bounded_by_the_batch_not_by_s(model: nn.Module, stats: stoch
     assert sum(sizes) == 400 * 4 * 3
 
 
-def test_python_memory_does_not_grow_with_s(model: nn.Module, stats: stochbn.Factorized, x: Tensor) -> None:
-    def peak(num_samples: int) -> int:
-        tracemalloc.start()
-        stochbn.predict(model, stats, x, num_samples=num_samples, keep_samples=False)
-        _, most = tracemalloc.get_traced_memory()
-        tracemalloc.stop()
-        return most
+def test_draws_are_made_in_blocks_of_bounded_size(
+    model: nn.Module, stats: stochbn.Factorized, x: Tensor, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    reference = stochbn.predict(model, stats, x, num_samples=40, chunk_size=4)
+    sizes = []
+    sample = stochbn.Factorized.sample
 
-    peak(20)
-    assert peak(200) < 3 * peak(20)
+    def spy(self: stochbn.Factorized, num_samples: int, **options: object) -> stochbn.Draws:
+        sizes.append(num_samples)
+        return sample(self, num_samples, **options)
+
+    monkeypatch.setattr(stochbn.Factorized, "sample", spy)
+    monkeypatch.setattr("stochbn.prediction.BLOCK_NUMBERS", 2 * 20 * 9)  # the model has 20 channels
+    pred = stochbn.predict(model, stats, [x[:4], x[4:]], num_samples=40, chunk_size=4)
+    assert max(sizes) == 9
+    torch.testing.assert_close(pred.samples, reference.samples, **ROUNDING)
 
 
 def test_equal_seeds_equal_predictions(model: nn.Module, stats: stochbn.Factorized, x: Tensor) -> None:
@@ -209,7 +237,7 @@ def test_equal_seeds_equal_predictions(model: nn.Module, stats: stochbn.Factoriz
 def test_deepcopy_pickle_and_state_dict_keep_the_bits(
     dropout_model: nn.Module, batches: list[Tensor], x: Tensor
 ) -> None:
-    stats = stochbn.fit(dropout_model, batches, progress=False)
+    stats = stochbn.fit(dropout_model, batches, dropout=True, progress=False)
     reference = stochbn.predict(dropout_model, stats, x, num_samples=6, dropout=True).samples
     restored = small_cnn(dropout=0.3)
     restored.load_state_dict(dropout_model.state_dict())
@@ -233,6 +261,17 @@ def test_gradients_with_respect_to_inputs(model: nn.Module, stats: stochbn.Facto
     assert not stochbn.predict(model, stats, x, num_samples=2).probs.requires_grad
     with torch.no_grad():
         assert not stochbn.predict(model, stats, leaf, num_samples=2).probs.requires_grad
+
+
+def test_gradients_are_finite_where_probabilities_underflow() -> None:
+    model = nn.Sequential(nn.BatchNorm1d(4), nn.Linear(4, 3))
+    with torch.no_grad():
+        model[1].weight.mul_(1000)
+    x = torch.randn(16, 4, requires_grad=True)
+    pred = stochbn.predict(model, centred(model).sample(5, spread=0.01, seed=0), x)
+    assert (pred.probs == 0).any()
+    (pred.entropy + pred.epistemic + pred.std.sum(1)).sum().backward()
+    assert x.grad.isfinite().all()
 
 
 # ---- kinds of models and outputs
@@ -380,6 +419,33 @@ def test_other_precisions(batches: list[Tensor], x: Tensor, dtype: torch.dtype) 
     torch.testing.assert_close(pred.samples, oracle, rtol=tolerance, atol=tolerance)
 
 
+def test_randomness_of_the_models_own_differs_between_draws(stats: stochbn.Factorized, x: Tensor) -> None:
+    class Noisy(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.norm = nn.BatchNorm2d(1)
+
+        def forward(self, x: Tensor) -> Tensor:
+            return (self.norm(x) + torch.randn(8, 8)).flatten(1)
+
+    model = Noisy()
+    before = torch.get_rng_state()
+    pred = stochbn.predict(model, centred(model).sample(4, spread=0, seed=0), x, link="identity")
+    assert pred.std.min() > 0
+    assert torch.equal(torch.get_rng_state(), before)
+
+
+def test_loader_over_an_iterable_dataset(model: nn.Module, stats: stochbn.Factorized, x: Tensor) -> None:
+    class Stream(IterableDataset):
+        def __iter__(self):
+            return iter(x)
+
+    loader = DataLoader(Stream(), batch_size=3)
+    pred = stochbn.predict(model, stats, loader, num_samples=3, progress=True)
+    torch.testing.assert_close(pred.probs, stochbn.predict(model, stats, x, num_samples=3).probs, **ROUNDING)
+    assert stochbn.exact_predict(model, [x, x, x], loader, num_samples=2).probs.shape == (7, 3)
+
+
 def test_under_autocast(model: nn.Module, stats: stochbn.Factorized, x: Tensor) -> None:
     plain = stochbn.predict(model, stats, x, num_samples=4)
     with torch.autocast("cpu", dtype=torch.bfloat16):
@@ -411,8 +477,23 @@ def test_bad_options(model: nn.Module, stats: stochbn.Factorized, x: Tensor) -> 
         stochbn.predict([model, model], stats, x)
     with pytest.raises(TypeError, match="fitted distribution, Draws or None, got dict"):
         stochbn.predict(model, [{}], x)
-    with pytest.raises(TypeError, match="a model or a sequence of models"):
+    with pytest.raises(TypeError, match="fitted distribution, Draws or None, got Tensor"):
+        stochbn.predict(model, x, stats)
+    with pytest.raises(TypeError, match=r"got str.*stochbn.load\(path\)"):
+        stochbn.predict(model, "net.sbn.safetensors", x)
+    with pytest.raises(ValueError, match="a model or a sequence of models, got an empty sequence"):
         stochbn.predict([], None, x)
+    with pytest.raises(TypeError, match=r"got dict\. Check the order of the arguments"):
+        stochbn.predict({}, None, x)
+    with pytest.raises(TypeError, match="iterable of batches, got ndarray"):
+        stochbn.predict(model, stats, x.numpy())
+    with pytest.raises(TypeError, match=r"num_samples to be a whole number, got 50\.0"):
+        stochbn.predict(model, stats, x, num_samples=50.0)
+    with pytest.raises(ValueError, match="at least one input, got an empty batch"):
+        stochbn.predict(model, stats, x[:0])
+    with pytest.raises(ValueError, match="at least one input, got an empty batch"):
+        stochbn.exact_predict(model, [x, x], x[:0], num_samples=2)
+    assert stochbn.predict(model, stats, x, num_samples=2, seed=None).num_samples == 2
     with pytest.raises(ValueError, match="got an empty loader"):
         stochbn.predict(model, stats, [])
 
@@ -420,6 +501,22 @@ def test_bad_options(model: nn.Module, stats: stochbn.Factorized, x: Tensor) -> 
 def test_statistics_of_another_model(stats: stochbn.Factorized, x: Tensor) -> None:
     with pytest.raises(ValueError, match="another model's"):
         stochbn.predict(nn.Sequential(nn.Flatten(), nn.BatchNorm1d(64)), stats, x)
+
+
+def test_statistics_fitted_under_another_rule_of_dropout(
+    dropout_model: nn.Module, batches: list[Tensor], x: Tensor
+) -> None:
+    stats = stochbn.fit(dropout_model, batches, dropout=True, progress=False)
+    with pytest.warns(UserWarning, match="fitted with dropout=True and are used with dropout=False"):
+        stochbn.predict(dropout_model, stats, x, num_samples=2)
+
+
+def test_model_that_ends_in_softmax(model: nn.Module, stats: stochbn.Factorized, x: Tensor) -> None:
+    ended = nn.Sequential(*model, nn.Softmax(1))
+    with pytest.raises(ValueError, match=r"probabilities already.*call=lambda model, x: model\(x\).log\(\)"):
+        stochbn.predict(ended, stats, x)
+    undone = stochbn.predict(ended, stats, x, call=lambda model, x: model(x).log())
+    torch.testing.assert_close(undone.probs, stochbn.predict(model, stats, x).probs, **ROUNDING)
 
 
 def test_non_finite_outputs(model: nn.Module, stats: stochbn.Factorized, x: Tensor) -> None:

@@ -1,4 +1,4 @@
-"""Networks that nobody here wrote, unmodified: fit, vectorised prediction, the loop, and the identity at spread 0."""
+"""Networks that nobody here wrote, unmodified: fit, vectorised prediction, the loop, and their own buffers as a draw."""
 
 import os
 import warnings
@@ -80,6 +80,9 @@ def test_fit_and_predict(kind: str) -> None:
         return getattr(result, "logits", result).detach()
 
     reference = output(x)
+    own = {name: b[None] for name, b in model.named_buffers() if name.endswith(("running_mean", "running_var"))}
+    same = stochbn.predict(model, stochbn.Draws(own), x, link="identity")
+    torch.testing.assert_close(same.mean, reference, rtol=1e-5, atol=1e-6)
     stats = stochbn.fit(model, batches, batch_size=4, progress=False)
     assert len(stats.layers) == len(norms)
     assert stats.num_batches == 8

@@ -65,6 +65,11 @@ def test_ece_equals_a_plain_loop(num_bins: int) -> None:
     )
 
 
+def test_ece_needs_a_bin() -> None:
+    with pytest.raises(ValueError, match="num_bins of at least 1, got 0"):
+        stochbn.ece(torch.ones(1, 2), torch.zeros(1).long(), 0)
+
+
 def test_ece_of_certain_and_right_is_0_and_certain_and_wrong_is_1() -> None:
     probs = torch.tensor([[1.0, 0.0], [1.0, 0.0]])
     assert stochbn.ece(probs, torch.tensor([0, 0])) == 0

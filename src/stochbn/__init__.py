@@ -8,8 +8,9 @@ pred.probs, pred.entropy
 from stochbn.averaging import Prediction
 from stochbn.distributions import Draws, Factorized, StatisticsDistribution, load
 from stochbn.exact import LowerBound, exact_predict, lower_bound
-from stochbn.fitting import Tracker, fit, track
+from stochbn.fitting import fit
 from stochbn.prediction import predict
+from stochbn.tracking import Tracker, track
 from stochbn.uncertainty import brier, ece, entropy, error, expected_entropy, mutual_information, nll
 
 __version__ = "0.1.0"

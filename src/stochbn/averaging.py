@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from stochbn.moments import Moments
-from stochbn.uncertainty import entropy
+from stochbn.uncertainty import entropy, entropy_terms
 
 Link = Literal["softmax", "sigmoid", "identity"]
 
@@ -81,39 +81,41 @@ class Average:
     def __init__(self, link: Link, keep_samples: bool) -> None:
         self.link = link
         self.keep_samples = keep_samples
+        self.count = 0
         self.samples: list[Tensor] = []
         self.moments: Moments | None = None
         self.entropies: Moments | None = None
 
-    def add(self, outputs: Tensor) -> None:
-        """Takes raw outputs of some draws."""
+    def add(self, outputs: Tensor, weight: float = 1.0) -> None:
+        """Takes raw outputs of some draws, each of which counts by `weight`."""
+        if outputs.shape[1] == 0:
+            raise ValueError("Expected at least one input, got an empty batch. Leave empty batches out.")
         samples = _apply_link(outputs, self.link)
         finite = samples.isfinite()
         if not finite.all():
             draw, row = (int(i) for i in (~finite).nonzero()[0][:2])
-            done = int(self.moments.weight) if self.moments else 0
             raise ValueError(
-                f"Expected finite outputs, got NaN or Inf from draw {done + draw} for input {row} of its batch. "
+                f"Expected finite outputs, got NaN or Inf from draw {self.count + draw} for input {row} of its batch. "
                 "Check that input, and the model's own output on it."
             )
-        self.moments = _merge(self.moments, samples)
+        self.count += len(samples)
+        self.moments = _merge(self.moments, samples, weight)
         if self.link != "identity":
-            self.entropies = _merge(
-                self.entropies, _entropy(samples.flatten(0, 1), self.link).unflatten(0, samples.shape[:2])
-            )
+            entropies = _entropy(samples.flatten(0, 1), self.link).unflatten(0, samples.shape[:2])
+            self.entropies = _merge(self.entropies, entropies, weight)
         if self.keep_samples:
             self.samples.append(samples)
 
     def prediction(self) -> Prediction:
         """Returns the average so far."""
         assert self.moments is not None
-        count = int(self.moments.weight)
-        variance = self.moments.deviation / count
+        variance = self.moments.deviation / self.moments.weight
+        spread = variance > 0  # the square root has no gradient at 0
         return Prediction(
             link=self.link,
-            num_samples=count,
+            num_samples=self.count,
             mean=self.moments.mean,
-            std=variance.sqrt() if count > 1 else torch.zeros_like(variance),
+            std=torch.where(spread, variance, 1.0).sqrt() * spread,
             samples=torch.cat(self.samples) if self.keep_samples else None,
             expected_entropy=self.entropies.mean if self.entropies else None,
         )
@@ -136,15 +138,14 @@ def join(parts: Sequence[Prediction]) -> Prediction:
     )
 
 
-def _merge(moments: Moments | None, samples: Tensor) -> Moments:
-    new = Moments.of(samples)
+def _merge(moments: Moments | None, samples: Tensor, weight: float) -> Moments:
+    new = Moments.of(samples).scale(weight)
     return moments.merge(new) if moments else new
 
 
 def _entropy(probs: Tensor, link: Link) -> Tensor:
     if link == "sigmoid":
-        entropies: Tensor = torch.special.entr(probs) + torch.special.entr(1 - probs)
-        return entropies
+        return entropy_terms(probs) + entropy_terms(1 - probs)
     return entropy(probs)
 
 
@@ -154,9 +155,20 @@ def _apply_link(outputs: Tensor, link: Link) -> Tensor:
         return outputs
     if link == "sigmoid":
         return outputs.sigmoid()
+    check_logits(outputs)
+    return outputs.softmax(2)
+
+
+def check_logits(outputs: Tensor) -> None:
+    """Refuses outputs (S, N, …) that a softmax over classes would make nonsense of."""
     if outputs.dim() < 3 or outputs.shape[2] < 2:
         raise ValueError(
             f"Expected outputs (N, K, …) with K ≥ 2 classes for link='softmax', got {list(outputs.shape[1:])}. "
             "Pass link='sigmoid' for independent labels or link='identity' for regression."
         )
-    return outputs.softmax(2)
+    total = outputs.detach().sum(2)
+    if outputs.detach().amin() >= 0 and (total - 1).abs().max() < 1e-3:
+        raise ValueError(
+            "Expected logits for link='softmax', got outputs that are probabilities already: the model ends in a "
+            "softmax. Undo it with call=lambda model, x: model(x).log()."
+        )

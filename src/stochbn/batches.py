@@ -1,35 +1,37 @@
 """How a batch reaches a model: the default call, moving it to a device, cutting a loader into mini-batches of M."""
 
+import operator
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.utils.data import Dataset, IterableDataset
 
 Call = Callable[[nn.Module, Any], Any]
 
 
-def map_tensors(function: Callable[..., Any], *items: Any) -> Any:
-    """Applies `function` to the tensors at the same place of each item; anything else is kept from the first.
+def map_leaves(function: Callable[..., Any], *items: Any) -> Any:
+    """Applies `function` to what stands at the same place of each item, and rebuilds the structure.
 
-    Items are tensors or nested tuples, lists and mappings of them.
+    Items are nested tuples, lists and mappings of tensors. A leaf is a tensor, anything else that is not a
+    collection, or a list without tensors, such as the file names of a batch.
     """
     first = items[0]
-    if isinstance(first, Tensor):
-        return function(*items)
     if isinstance(first, Mapping):
-        return {key: map_tensors(function, *(item[key] for item in items)) for key in first}
-    if isinstance(first, (tuple, list)):
-        parts = [map_tensors(function, *part) for part in zip(*items, strict=True)]
+        return {key: map_leaves(function, *(item[key] for item in items)) for key in first}
+    if isinstance(first, (tuple, list)) and tensors_in(first):
+        parts = [map_leaves(function, *part) for part in zip(*items, strict=True)]
         return type(first)(*parts) if hasattr(first, "_fields") else type(first)(parts)
-    return first
+    return function(*items)
 
 
 def tensors_in(item: Any) -> list[Tensor]:
     """Lists the tensors of a nested item, in order."""
-    found: list[Tensor] = []
-    map_tensors(found.append, item)
-    return found
+    if isinstance(item, Tensor):
+        return [item]
+    parts = item.values() if isinstance(item, Mapping) else item if isinstance(item, (tuple, list)) else ()
+    return [tensor for part in parts for tensor in tensors_in(part)]
 
 
 def num_examples(item: Any) -> int:
@@ -43,6 +45,31 @@ def num_examples(item: Any) -> int:
     )
 
 
+def rows(item: Any, start: int, stop: int) -> Any:
+    """Takes some examples of an item. What has not the leading size N belongs to the batch and stays whole."""
+    count = num_examples(item)
+    return map_leaves(lambda leaf: leaf[start:stop] if has_rows(leaf, count) else leaf, item)
+
+
+def concatenate(a: Any, b: Any) -> Any:
+    """Puts the examples of two items of one form together."""
+    count_a, count_b = num_examples(a), num_examples(b)
+
+    def join(leaf_a: Any, leaf_b: Any) -> Any:
+        if not (has_rows(leaf_a, count_a) and has_rows(leaf_b, count_b)):
+            return leaf_b
+        return torch.cat([leaf_a, leaf_b]) if isinstance(leaf_a, Tensor) else leaf_a + leaf_b
+
+    return map_leaves(join, a, b)
+
+
+def has_rows(leaf: Any, count: int) -> bool:
+    """Tells whether a leaf holds something for each of `count` examples."""
+    if isinstance(leaf, Tensor):
+        return leaf.dim() > 0 and leaf.shape[0] == count
+    return isinstance(leaf, (tuple, list)) and len(leaf) == count
+
+
 def device_of(model: nn.Module) -> torch.device:
     """Finds where a model lives: the device of its first parameter or buffer, else the CPU."""
     for tensors in (model.parameters(), model.buffers()):
@@ -51,8 +78,9 @@ def device_of(model: nn.Module) -> torch.device:
     return torch.device("cpu")
 
 
-def to_device(item: Any, device: torch.device) -> Any:
-    return map_tensors(lambda tensor: tensor.to(device, non_blocking=True), item)
+def copy_to(item: Any, device: torch.device) -> Any:
+    """Copies an item's tensors to a device, always: a model may write into its input."""
+    return map_leaves(lambda leaf: leaf.to(device, copy=True) if isinstance(leaf, Tensor) else leaf, item)
 
 
 def describe(item: Any) -> str:
@@ -68,9 +96,50 @@ def describe(item: Any) -> str:
     return kind
 
 
+def listing(names: Iterable[str], most: int = 6) -> str:
+    """Quotes names for an error message, the first few."""
+    names = list(names)
+    return ", ".join(map(repr, names[:most])) + (f" and {len(names) - most} more" if len(names) > most else "")
+
+
+def length(loader: Iterable[Any]) -> int | None:
+    """Tells how many batches there are, if the loader knows."""
+    try:
+        return len(loader)  # type: ignore[arg-type]
+    except TypeError:  # also of a DataLoader over an IterableDataset
+        return None
+
+
+def check_loader(loader: Any) -> None:
+    """Refuses what is likely to be meant as data but is not batches of it."""
+    is_dataset = isinstance(loader, Dataset) and not isinstance(loader, IterableDataset)
+    is_array = isinstance(loader, (Tensor, str)) or hasattr(loader, "__array__")
+    if is_dataset or is_array or not hasattr(loader, "__iter__"):
+        raise TypeError(
+            f"Expected a DataLoader or another iterable of batches, got {type(loader).__name__}. Wrap data in one, "
+            "for example DataLoader(dataset, batch_size=M, shuffle=True) with the batch size M of training."
+        )
+
+
+def check_whole(name: str, value: Any, least: int) -> int:
+    """Returns a whole number of any integer type, or raises."""
+    try:
+        number = operator.index(value)
+    except TypeError:
+        raise TypeError(f"Expected {name} to be a whole number, got {value!r}. Pass an int.") from None
+    if number < least:
+        raise ValueError(f"Expected {name} of at least {least}, got {value}. Pass a larger one, or leave it out.")
+    return number
+
+
 def call_on_item(model: nn.Module, item: Any) -> Any:
     """Passes what a loader yields: a tensor, the first of a tuple or list such as `(x, y)`, or keywords."""
-    return _call(model, item[0] if isinstance(item, (tuple, list)) and item else item, item)
+    return _call(model, without_labels(item), item)
+
+
+def without_labels(item: Any) -> Any:
+    """Picks what the default call passes to the model out of what a loader yields."""
+    return item[0] if isinstance(item, (tuple, list)) and item else item
 
 
 def call_on_inputs(model: nn.Module, inputs: Any) -> Any:
@@ -85,10 +154,14 @@ def _call(model: nn.Module, arguments: Any, item: Any) -> Any:
         if isinstance(arguments, tuple):
             return model(*arguments)
         return model(arguments)
-    except (TypeError, AttributeError) as error:
-        if isinstance(arguments, Tensor) and isinstance(error, AttributeError):
-            raise  # a fault of the model's own
-        raise TypeError(
+    except (TypeError, AttributeError, RuntimeError) as error:
+        # Of a tensor, an AttributeError is the model's own fault, and so is a RuntimeError of a special kind.
+        if isinstance(error, AttributeError) and isinstance(arguments, Tensor):
+            raise
+        if isinstance(error, RuntimeError) and type(error) is not RuntimeError:
+            raise
+        kind = RuntimeError if isinstance(error, RuntimeError) else TypeError
+        raise kind(
             f"Expected a batch that {type(model).__name__} can take, got {describe(item)} ({error}). Pass call= to say "
             "how the model is called on it, for example call=lambda model, batch: model(batch['image'])."
         ) from error
@@ -110,6 +183,7 @@ def mini_batches(
     Yields:
         `(item, groups, batch_size)`: an item of `groups · batch_size` examples.
     """
+    check_loader(loader)
     size = batch_size if batch_size is not None else getattr(loader, "batch_size", None)
     rest: Any = None
     short: int | None = None
@@ -130,19 +204,15 @@ def mini_batches(
             )
         short = count if count < size else None
         if rest is not None:
-            item = map_tensors(lambda a, b: torch.cat([a, b]) if a.dim() else b, rest, item)
-            count += num_examples(rest)
+            item = concatenate(rest, item)
+            count = num_examples(item)
         groups = count // size
         if num_batches is not None:
             groups = min(groups, num_batches - produced)
         used = groups * size
-        rest = _rows(item, used, count, count) if used < count else None
+        rest = rows(item, used, count) if used < count else None
         if groups:
-            yield (_rows(item, 0, used, count) if used < count else item), groups, size
+            yield (rows(item, 0, used) if used < count else item), groups, size
             produced += groups
         if produced == num_batches:
             return
-
-
-def _rows(item: Any, start: int, stop: int, count: int) -> Any:
-    return map_tensors(lambda t: t[start:stop] if t.dim() and t.shape[0] == count else t, item)

@@ -8,7 +8,7 @@ import math
 import os
 from abc import ABC, abstractmethod
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, overload
 
 import torch
@@ -16,8 +16,10 @@ from torch import Tensor, nn
 from torch.distributions import LogNormal, Normal
 
 from stochbn import storage
+from stochbn.batches import check_whole, listing
 from stochbn.moments import Moments
-from stochbn.statistics import all_batch_norms, buffer_names
+from stochbn.seeding import random_seed, standard_normal
+from stochbn.statistics import all_batch_norms, buffer_names, unwrap
 
 
 @dataclass(frozen=True, eq=False)
@@ -54,6 +56,7 @@ class Draws:
     Attributes:
         buffers: `{buffer name: (S, C)}`, such as `"bn1.running_mean"`.
         excluded: BatchNorm layers that keep their own running statistics on purpose.
+        eps: `{layer name: ε}` that the variances are meant for, where known.
 
     Example:
         >>> draws = Draws({"running_mean": torch.zeros(5, 3), "running_var": torch.ones(5, 3)})
@@ -65,6 +68,7 @@ class Draws:
 
     buffers: Mapping[str, Tensor]
     excluded: tuple[str, ...] = ()
+    eps: Mapping[str, float] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
         sizes = {name: tuple(values.shape) for name, values in self.buffers.items()}
@@ -80,7 +84,7 @@ class Draws:
     def __getitem__(self, index: slice) -> "Draws": ...
     def __getitem__(self, index: int | slice) -> "dict[str, Tensor] | Draws":
         part = {name: values[index] for name, values in self.buffers.items()}
-        return Draws(part, self.excluded) if isinstance(index, slice) else part
+        return Draws(part, self.excluded, self.eps) if isinstance(index, slice) else part
 
     def match(self, model: nn.Module) -> "Draws":
         """Returns the draws on the model's devices and in its precisions; raises if they are another model's."""
@@ -100,21 +104,28 @@ class Draws:
                 for key, values in self.buffers.items()
                 if key in own and values.shape[1] != own[key].numel()
             ],
+            "of another ε": [name for name, eps in self.eps.items() if name in layers and layers[name].eps != eps],
         }
         if any(faults.values()):
-            found = "; ".join(f"{kind}: {', '.join(keys)}" for kind, keys in faults.items() if keys)
+            found = "; ".join(f"{kind}: {listing(keys)}" for kind, keys in faults.items() if keys)
             raise ValueError(
                 f"Expected statistics fitted on this {type(model).__name__}, got another model's ({found}). "
                 "Fit them again with stochbn.fit(model, train_loader)."
             )
-        return Draws({key: values.to(own[key]) for key, values in self.buffers.items()}, self.excluded)
+        return Draws({key: values.to(own[key]) for key, values in self.buffers.items()}, self.excluded, self.eps)
 
 
 class StatisticsDistribution(ABC):
-    """A distribution over a model's BatchNorm buffers; a draw from it is a network."""
+    """A distribution over a model's BatchNorm buffers; a draw from it is a network.
+
+    Attributes:
+        dropout: Whether it was fitted with dropout active, as it should then be used.
+    """
+
+    dropout: bool
 
     @abstractmethod
-    def sample(self, num_samples: int, *, spread: float = 1.0, seed: int | None = None) -> Draws:
+    def sample(self, num_samples: int, *, spread: float = 1.0, seed: int | None = None, first: int = 0) -> Draws:
         """Draws networks. Draw i of a seed is always the same, however many are drawn and on whatever device."""
 
 
@@ -127,6 +138,7 @@ class Factorized(StatisticsDistribution):
         batch_size: M of the mini-batches that it was fitted on.
         num_batches: How many there were.
         excluded: BatchNorm layers of the model that it leaves to their running statistics.
+        dropout: Whether dropout was active.
 
     Example:
         >>> import stochbn
@@ -147,6 +159,7 @@ class Factorized(StatisticsDistribution):
     batch_size: int
     num_batches: int
     excluded: tuple[str, ...] = ()
+    dropout: bool = False
 
     def __repr__(self) -> str:
         channels = sum(layer.num_features for layer in self.layers.values())
@@ -155,20 +168,21 @@ class Factorized(StatisticsDistribution):
             f"batch_size={self.batch_size}, num_batches={self.num_batches})"
         )
 
-    def sample(self, num_samples: int, *, spread: float = 1.0, seed: int | None = None) -> Draws:
+    def sample(self, num_samples: int, *, spread: float = 1.0, seed: int | None = None, first: int = 0) -> Draws:
         """Draws networks: μ ~ r(μ), σ ~ r(σ), `running_var` = σ² − ε, not below 0.
 
         Args:
             num_samples: S ≥ 1.
             spread: Multiplies the standard deviations; 0 gives the centre, S times.
             seed: Draw i of a seed is always the same network. None takes a seed from torch's generator.
+            first: Index of the first draw, to draw them in parts.
         """
-        if num_samples < 1:
-            raise ValueError(f"Expected num_samples of at least 1, got {num_samples}. Pass 50, as the paper does.")
+        num_samples = check_whole("num_samples", num_samples, 1)
         if not (math.isfinite(spread) and spread >= 0):
             raise ValueError(f"Expected a finite spread of at least 0, got {spread}. Pass 1 for the fitted one.")
+        seed = random_seed() if seed is None else seed
         sizes = [2 * layer.num_features for layer in self.layers.values()]
-        noise = _standard_normal(num_samples, sum(sizes), seed)  # (S, Σ 2C)
+        noise = torch.stack([standard_normal(seed, first + i, sum(sizes)) for i in range(num_samples)])  # (S, Σ 2C)
         buffers = {}
         for (name, layer), z in zip(self.layers.items(), noise.split(sizes, dim=1), strict=True):
             moments = layer.moments
@@ -177,35 +191,36 @@ class Factorized(StatisticsDistribution):
             mean_name, var_name = buffer_names(name)
             buffers[mean_name] = drawn[:, 0]
             buffers[var_name] = (drawn[:, 1].exp() - layer.eps).clamp_min(0)
-        return Draws(buffers, self.excluded)
+        return Draws(buffers, self.excluded, {name: layer.eps for name, layer in self.layers.items()})
 
     def merge(self, other: "Factorized") -> "Factorized":
         """Joins two fits of one model to parts of its data: the fit to the whole, to rounding."""
         ours, theirs = (
-            {
-                "layers": {n: (la.num_features, la.eps) for n, la in stats.layers.items()},
-                "M": stats.batch_size,
-            }
-            for stats in (self, other)
+            ({n: (la.num_features, la.eps) for n, la in s.layers.items()}, s.batch_size, s.dropout, set(s.excluded))
+            for s in (self, other)
         )
-        if ours != theirs or set(self.excluded) != set(other.excluded):
+        if ours != theirs:
             raise ValueError(
-                "Expected two fits of one model with one batch size, got different layers, sizes, ε or batch sizes "
-                f"({self} and {other}). Fit both with the same model, layers= and batch_size=."
+                "Expected two fits of one model with one batch size, got different layers, sizes, ε, dropout or batch "
+                f"sizes ({self} and {other}). Fit both with the same model and options."
             )
         layers = {
             name: Layer(layer.eps, layer.moments.merge(other.layers[name].moments))
             for name, layer in self.layers.items()
         }
-        return Factorized(layers, self.batch_size, self.num_batches + other.num_batches, self.excluded)
+        return Factorized(layers, self.batch_size, self.num_batches + other.num_batches, self.excluded, self.dropout)
 
     def drift(self, model: nn.Module) -> dict[str, tuple[float, float]]:
         """Measures how far the fitted centre lies from the model's running statistics. Changes nothing.
 
         Returns:
             For each layer the median over channels of two numbers: the distance of the means in running standard
-            deviations, and |log| of the ratio of the variances. Near 0 when the data are the training data.
+            deviations; and |log| of the ratio of the variances, as far as it exceeds three fitted standard
+            deviations (the fitted centre is a mean of logarithms, which lies below the logarithm of the mean by an
+            amount that grows with the spread). Near 0 when the data are the training data.
         """
+        model = unwrap(model)
+        self.sample(1, spread=0, seed=0).match(model)
         drifts = {}
         batch_norms = all_batch_norms(model)
         for name, layer in self.layers.items():
@@ -213,9 +228,9 @@ class Factorized(StatisticsDistribution):
             assert own.running_mean is not None
             assert own.running_var is not None
             variance = own.running_var.detach().cpu().double() + layer.eps
-            centre = layer.moments.mean.cpu()
+            centre, std = layer.moments.mean.cpu(), layer.moments.variance.cpu().sqrt()
             shift = (centre[0] - own.running_mean.detach().cpu().double()).abs() / variance.sqrt()
-            ratio = (centre[1] - variance.log()).abs()
+            ratio = ((centre[1] - variance.log()).abs() - 3 * std[1]).clamp_min(0)
             drifts[name] = (shift.median().item(), ratio.median().item())
         return drifts
 
@@ -226,6 +241,7 @@ class Factorized(StatisticsDistribution):
             "batch_size": self.batch_size,
             "num_batches": self.num_batches,
             "excluded": self.excluded,
+            "dropout": self.dropout,
             "layers": [
                 {"name": name, "eps": layer.eps, "weight": m.weight, "weight_sq": m.weight_sq}
                 for name, layer in self.layers.items()
@@ -257,7 +273,7 @@ def load(path: str | os.PathLike[str], *, device: torch.device | str = "cpu") ->
     header, tensors = storage.read(path, device)
     try:
         return _parse(header, tensors)
-    except (KeyError, TypeError, AttributeError, ValueError) as error:
+    except (KeyError, TypeError, AttributeError, ValueError, ArithmeticError) as error:
         reason = f"no {error}" if isinstance(error, KeyError) else error
         raise ValueError(f"Expected a sound stochbn file, got {path}: {reason}. Save it again.") from error
 
@@ -273,6 +289,7 @@ def _parse(header: dict[str, Any], tensors: dict[str, Tensor]) -> Factorized:
     require(type(batch_size) is int and batch_size >= 2, f"batch_size {batch_size!r}")
     require(type(num_batches) is int and num_batches >= 2, f"num_batches {num_batches!r}")
     require(isinstance(excluded, list) and all(isinstance(name, str) for name in excluded), "excluded layers")
+    require(type(header["dropout"]) is bool, "dropout")
     layers: dict[str, Layer] = {}
     for entry in header["layers"]:
         name, numbers = entry["name"], (entry["eps"], entry["weight"], entry["weight_sq"])
@@ -282,18 +299,11 @@ def _parse(header: dict[str, Any], tensors: dict[str, Tensor]) -> Factorized:
         require(0 < weight_sq < weight**2, f"weights in layer {name!r}")
         mean, deviation = tensors.pop(f"{name}.mean"), tensors.pop(f"{name}.deviation")
         require(mean.dtype == deviation.dtype == torch.float64, f"precision of layer {name!r}")
-        require(mean.shape == deviation.shape == (2, mean[0].numel()), f"shape of layer {name!r}")
+        require(mean.dim() == 2 and mean.shape == deviation.shape, f"shape of layer {name!r}")
+        require(mean.shape[0] == 2 and mean.shape[1] > 0, f"shape of layer {name!r}")
         require(bool((mean.isfinite() & deviation.isfinite()).all()), f"NaN or Inf in layer {name!r}")
         require(bool((deviation >= 0).all()), f"variance in layer {name!r}")
         layers[name] = Layer(eps, Moments(weight, weight_sq, mean, deviation))
     require(bool(layers), "file without layers")
     require(not tensors, f"tensors {sorted(tensors)}")
-    return Factorized(layers, batch_size, num_batches, tuple(excluded))
-
-
-def _standard_normal(num_samples: int, size: int, seed: int | None) -> Tensor:
-    if seed is None:
-        seed = int(torch.randint(2**31, ()))
-    generator = torch.Generator().manual_seed(seed)
-    # Row by row: one call for all rows would make row i depend on how many follow it.
-    return torch.stack([torch.randn(size, generator=generator, dtype=torch.float64) for _ in range(num_samples)])
+    return Factorized(layers, batch_size, num_batches, tuple(excluded), header["dropout"])

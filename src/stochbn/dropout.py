@@ -4,7 +4,6 @@ In prediction a draw is a network, so its mask is the same for every input, and 
 chunk or the device. A generator could not give that under `vmap`; a hash of (seed, draw, layer, unit) can.
 """
 
-import zlib
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
@@ -13,6 +12,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.modules.dropout import _DropoutNd
 
+from stochbn.seeding import derive_seed
 from stochbn.statistics import dropout_layers
 
 _WHOLE_CHANNELS = (nn.Dropout1d, nn.Dropout2d, nn.Dropout3d, nn.FeatureAlphaDropout)
@@ -34,7 +34,7 @@ def _mix(h: Tensor) -> Tensor:
 def hashed_uniform(key: int, draw: Tensor, shape: tuple[int, ...]) -> Tensor:
     """Returns numbers in [0, 1), a function of key, draw and position alone: () → `shape`, float64."""
     golden = _signed(0x9E3779B97F4A7C15)
-    stream = _mix(draw * golden + _signed(key))
+    stream = _mix(draw * golden + key)
     position = torch.arange(1, torch.Size(shape).numel() + 1, device=draw.device).view(shape)
     return ((_mix(stream + position * golden) >> 11) & (2**53 - 1)).double() * 2.0**-53
 
@@ -56,7 +56,7 @@ class DropoutMasks:
 
         def apply(layer: _DropoutNd, args: tuple[Any, ...], output: Tensor) -> Tensor:
             call = self._calls[name] = self._calls.get(name, 0) + 1
-            key = zlib.crc32(f"{name}/{call}".encode()) << 32 ^ self.seed * 0x2545F4914F6CDD1D
+            key = derive_seed(self.seed, "dropout", name, call)
             units = tuple(output.shape[1:])
             if isinstance(layer, _WHOLE_CHANNELS):
                 units = (*units[:1], *(1 for _ in units[1:]))

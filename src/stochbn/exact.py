@@ -9,19 +9,23 @@ import torch
 from torch import Tensor, nn
 from tqdm.auto import tqdm
 
-from stochbn.averaging import Average, Link, Prediction, join
+from stochbn.averaging import Average, Link, Prediction, check_logits, join
 from stochbn.batches import (
     Call,
     call_on_inputs,
+    copy_to,
     describe,
     device_of,
-    map_tensors,
+    has_rows,
+    length,
+    map_leaves,
     mini_batches,
     num_examples,
-    to_device,
+    rows,
+    without_labels,
 )
 from stochbn.prediction import Called, check_options, is_loader
-from stochbn.statistics import BatchNormalization, evaluating, find_layers, preserving_rng, unwrap
+from stochbn.statistics import BatchNormalization, all_batch_norms, evaluating, preserving_rng, unwrap
 from stochbn.uncertainty import class_indices
 
 # A pass holds as many mini-batches as fit into this many examples.
@@ -68,30 +72,35 @@ def exact_predict(
     """
     check_options(num_samples=num_samples, chunk_size=chunk_size, link=link)
     model = unwrap(model)
-    layers = find_layers(model)
+    layers = all_batch_norms(model)
     device = device_of(model)
     called = Called(model, call or call_on_inputs)
-    companions = [
-        to_device(item if call else _without_labels(item), device)
-        for item in _companions(loader, batch_size, num_samples, seed, device)
-    ]
+    take = call is None and is_loader(inputs)
     batches = inputs if is_loader(inputs) else [inputs]
-    rounds = len(batches) * num_samples if hasattr(batches, "__len__") else None
+    rounds = (length(batches) or 0) * num_samples or None
     results = []
     with (
         torch.no_grad(),
+        preserving_rng(device),
         evaluating(model),
         BatchNormalization(layers, record=False) as normalization,
         tqdm(total=rounds, desc="exact", unit="sample", disable=not progress, leave=False) as bar,
     ):
+        torch.manual_seed(seed)
+        companions = [
+            copy_to(item if call else without_labels(item), device)
+            for item in _companions(loader, batch_size, num_samples)
+        ]
         for item in batches:
-            item = to_device(_without_labels(item) if is_loader(inputs) and not call else item, device)
+            item = copy_to(without_labels(item) if take else item, device)
             average = Average(link, keep_samples)
             for companion in companions:
+                size = chunk_size or max(1, STACKED_EXAMPLES // (num_examples(companion) + 1))
                 outputs = []
-                for rows in _chunks(item, chunk_size or max(1, STACKED_EXAMPLES // (num_examples(companion) + 1))):
-                    normalization.groups = num_examples(rows)
-                    together = called(_surround(rows, companion))  # (n · M, …)
+                for start in range(0, max(1, num_examples(item)), size):
+                    some = rows(item, start, start + size)
+                    normalization.groups = num_examples(some)
+                    together = called(_surround(some, companion))  # (n · M, …)
                     outputs.append(together.unflatten(0, (normalization.groups, -1))[:, 0])
                 average.add(torch.cat(outputs).unsqueeze(0))
                 bar.update()
@@ -197,6 +206,7 @@ def lower_bound(
         progress=progress,
     ).samples
     assert outputs is not None
+    check_logits(outputs)
     log_probs = outputs.double().log_softmax(2)  # (S, N, K, *)
     indices = class_indices(log_probs[0], targets.to(outputs.device)).expand(
         len(log_probs), *[-1] * (outputs.dim() - 1)
@@ -204,16 +214,13 @@ def lower_bound(
     return LowerBound(log_probs.gather(2, indices).squeeze(2))
 
 
-def _companions(
-    loader: Iterable[Any], batch_size: int | None, num_samples: int, seed: int, device: torch.device
-) -> list[Any]:
+def _companions(loader: Iterable[Any], batch_size: int | None, num_samples: int) -> list[Any]:
     """Reads S times M − 1 training examples."""
-    found: list[Any] = []
-    with preserving_rng(device):
-        torch.manual_seed(seed)
-        for item, groups, size in mini_batches(loader, batch_size=batch_size, num_batches=num_samples):
-            for start in range(0, groups * size, size):
-                found.append(_rows(item, start + 1, start + size))
+    found = [
+        rows(item, start + 1, start + size)
+        for item, groups, size in mini_batches(loader, batch_size=batch_size, num_batches=num_samples)
+        for start in range(0, groups * size, size)
+    ]
     if len(found) < num_samples:
         raise ValueError(
             f"Expected at least num_samples={num_samples} mini-batches of training data, got {len(found)}. "
@@ -222,32 +229,25 @@ def _companions(
     return found
 
 
-def _chunks(item: Any, size: int) -> Iterable[Any]:
-    return (_rows(item, start, start + size) for start in range(0, num_examples(item), size))
+def _surround(some: Any, companion: Any) -> Any:
+    """Puts each of n examples first in a mini-batch of its own with the M − 1 companions: n · M examples."""
+    count, num_others = num_examples(some), num_examples(companion)
+    if count == 0:
+        raise ValueError("Expected at least one input, got an empty batch. Leave empty batches out.")
 
-
-def _rows(item: Any, start: int, stop: int) -> Any:
-    return map_tensors(lambda t: t[start:stop] if t.dim() else t, item)
-
-
-def _without_labels(item: Any) -> Any:
-    return item[0] if isinstance(item, (tuple, list)) else item
-
-
-def _surround(rows: Any, companion: Any) -> Any:
-    """Puts each of n rows first in a mini-batch of its own with the M − 1 companions: n · M examples."""
-
-    def join_one(row: Tensor, others: Tensor) -> Tensor:
-        if not row.dim():
-            return row
-        others = others.expand(row.shape[0], *others.shape)  # (n, M − 1, …)
-        return torch.cat([row.unsqueeze(1), others], dim=1).flatten(0, 1)
+    def surround(leaf: Any, others: Any) -> Any:
+        if not (has_rows(leaf, count) and has_rows(others, num_others)):
+            return leaf
+        if isinstance(leaf, Tensor):
+            others = others.expand(count, *others.shape)  # (n, M − 1, …)
+            return torch.cat([leaf.unsqueeze(1), others], dim=1).flatten(0, 1)
+        return [one for first in leaf for one in (first, *others)]
 
     try:
-        return map_tensors(join_one, rows, companion)
+        return map_leaves(surround, some, companion)
     except (LookupError, TypeError, ValueError, AttributeError, RuntimeError) as error:
         raise ValueError(
-            f"Expected inputs built like the loader's batches, got {describe(rows)} for batches of "
+            f"Expected inputs built like the loader's batches, got {describe(some)} for batches of "
             f"{describe(companion)}. Pass inputs of the same form and shape; with call=, whole batches."
         ) from error
 

@@ -1,8 +1,7 @@
-"""Data → distribution: in one pass over a loader (`fit`), or alongside training (`track`)."""
+"""Data → distribution, in one pass over a loader."""
 
 import warnings
-from collections.abc import Iterable, Iterator
-from contextlib import contextmanager
+from collections.abc import Iterable
 from typing import Any, Literal
 
 import torch
@@ -10,18 +9,16 @@ from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _BatchNorm
 from tqdm.auto import tqdm
 
-from stochbn.batches import Call, call_on_item, device_of, mini_batches, num_examples, to_device
+from stochbn.batches import Call, call_on_item, check_whole, copy_to, device_of, length, listing, mini_batches
 from stochbn.distributions import Factorized, Layer
 from stochbn.moments import Moments
 from stochbn.statistics import (
     BatchNormalization,
     Layers,
     all_batch_norms,
-    batch_moments,
     dropout_layers,
     evaluating,
     find_layers,
-    observation,
     preserving_rng,
     unwrap,
 )
@@ -76,26 +73,26 @@ def fit(
     """
     if family != "factorized":
         raise ValueError(f"Expected family 'factorized', got {family!r}.")
-    for argument, value in (("batch_size", batch_size), ("num_batches", num_batches)):
-        if value is not None and value < 2:
-            raise ValueError(f"Expected {argument} of at least 2, got {value}. Leave it out for the loader's own.")
+    for name, value in (("batch_size", batch_size), ("num_batches", num_batches)):
+        if value is not None:
+            check_whole(name, value, 2)
     model = unwrap(model)
     chosen = find_layers(model, layers)
     if dropout:
         dropout_layers(model)
-    collected = _Collected()
+    collected = Collected()
     device = device_of(model)
     with (
         torch.no_grad(),
         preserving_rng(device),
         evaluating(model, dropout=dropout),
         BatchNormalization(chosen) as normalization,
-        tqdm(total=_total(loader), desc="fit", unit="batch", disable=not progress, leave=False) as bar,
+        tqdm(total=length(loader), desc="fit", unit="batch", disable=not progress, leave=False) as bar,
     ):
         for item, groups, size in mini_batches(loader, batch_size=batch_size, num_batches=num_batches):
             collected.batch_size = size
             normalization.groups = groups
-            (call or call_on_item)(model, to_device(item, device))
+            (call or call_on_item)(model, copy_to(item, device))
             collected.add(normalization.observed, groups)
             normalization.observed = {}
             bar.update()
@@ -104,12 +101,12 @@ def fit(
             f"Expected at least 2 mini-batches to fit, got {collected.num_batches}. "
             "Pass a longer loader or a smaller batch_size=."
         )
-    stats = collected.distribution(model, chosen)
+    stats = collected.distribution(model, chosen, dropout=dropout)
     _warn_of_drift(stats, model)
     return stats
 
 
-class _Collected:
+class Collected:
     """Moments of each layer's observations so far; `momentum` makes them exponential."""
 
     def __init__(self, momentum: float | None = None) -> None:
@@ -136,7 +133,8 @@ class _Collected:
             self.moments[name] = old.merge(new) if old else new
         self.num_batches += groups
 
-    def distribution(self, model: nn.Module, layers: dict[str, _BatchNorm]) -> Factorized:
+    def distribution(self, model: nn.Module, layers: dict[str, _BatchNorm], *, dropout: bool) -> Factorized:
+        """Returns what was collected for these layers; warns of those that were hardly used."""
         # The order of the model, not of the calls: draws follow it, and it survives a change of the forward pass.
         fitted = {
             name: Layer(layer.eps, self.moments[name])
@@ -145,105 +143,17 @@ class _Collected:
         }
         if not fitted:
             raise ValueError(
-                f"Expected a forward pass that uses BatchNorm layers, got one that uses none of {list(layers)}. "
-                "Check that call= runs the whole model."
+                f"Expected a forward pass that uses BatchNorm layers, got one that uses none of {listing(layers)}. "
+                "Check that call= runs the whole model, and that no part of it is compiled."
             )
         if len(fitted) < len(layers):
             warnings.warn(
-                f"The BatchNorm layers {[name for name in layers if name not in fitted]} were used in fewer than 2 "
-                "mini-batches; they keep to their running statistics.",
+                f"The BatchNorm layers {listing(name for name in layers if name not in fitted)} were used in fewer "
+                "than 2 mini-batches; they keep to their running statistics.",
                 stacklevel=3,
             )
         excluded = tuple(name for name in all_batch_norms(model) if name not in fitted)
-        return Factorized(fitted, self.batch_size, self.num_batches, excluded)
-
-
-class Tracker:
-    """What `track` yields: the statistics of the training batches seen so far."""
-
-    def __init__(self, model: nn.Module, momentum: float) -> None:
-        self._model = model
-        self._layers = find_layers(model)
-        self._collected = _Collected(momentum)
-        self._observed: dict[str, list[Tensor]] = {}
-
-    def distribution(self) -> Factorized:
-        """Returns the distribution as of now, during training or after it."""
-        if self._collected.num_batches < 2:
-            raise ValueError(
-                f"Expected at least 2 training batches inside track, got {self._collected.num_batches}. "
-                "Train the model, in train mode, within the context."
-            )
-        return self._collected.distribution(self._model, self._layers)
-
-    def _observe(self, name: str, layer: _BatchNorm, x: Tensor) -> None:
-        if layer.training:
-            with torch.no_grad():
-                mean, variance = batch_moments(x.detach())
-                self._observed.setdefault(name, []).append(observation(mean, variance, layer.eps))
-
-    def _finish(self, args: Any) -> None:
-        observed, self._observed = self._observed, {}
-        if not observed:
-            return
-        size = num_examples(args)
-        if size >= self._collected.batch_size:  # an epoch's incomplete last batch has wider statistics
-            self._collected.batch_size = size
-            self._collected.add(observed, 1)
-
-
-@contextmanager
-def track(model: nn.Module, momentum: float = 0.1) -> Iterator[Tracker]:
-    """Follows the batch statistics by exponential smoothing *while the model trains*, as the paper does.
-
-    With momentum α, the batch seen k steps ago weighs α (1 − α)^k, divided by the sum of the weights so far: there is
-    no start-up bias. Only forward passes in train mode count, and training itself is left as it is. A batch smaller
-    than the largest so far (the last of an epoch) is passed over.
-
-    Args:
-        model: The network that is trained inside the context.
-        momentum: α, in (0, 1); as BatchNorm's own. 0.01 averages over more batches, of older weights.
-
-    Yields:
-        A tracker, whose `distribution()` gives the fit at any time.
-
-    Example:
-        >>> model = nn.Sequential(nn.Linear(2, 3), nn.BatchNorm1d(3))
-        >>> with track(model) as tracker:
-        ...     for _ in range(20):
-        ...         _ = model(torch.randn(16, 2))  # and the optimiser's step
-        >>> tracker.distribution()
-        Factorized(1 layers, 3 channels, batch_size=16, num_batches=20)
-    """
-    if not 0 < momentum < 1:
-        raise ValueError(f"Expected momentum between 0 and 1, got {momentum}. BatchNorm's own is 0.1.")
-    model = unwrap(model)
-    tracker = Tracker(model, momentum)
-    hooks = []
-
-    def observer(name: str) -> Any:
-        return lambda layer, args, kwargs: tracker._observe(name, layer, args[0] if args else kwargs["input"])
-
-    try:
-        # A forward pass that raised leaves observations behind, so the next starts afresh. Registered first, as the
-        # model may be a BatchNorm layer itself.
-        hooks.append(model.register_forward_pre_hook(lambda *_: tracker._observed.clear()))
-        for name, layer in tracker._layers.items():
-            hooks.append(layer.register_forward_pre_hook(observer(name), with_kwargs=True))
-        hooks.append(
-            model.register_forward_hook(lambda _, args, kwargs, __: tracker._finish((args, kwargs)), with_kwargs=True)
-        )
-        yield tracker
-    finally:
-        for hook in hooks:
-            hook.remove()
-
-
-def _total(loader: Iterable[Any]) -> int | None:
-    try:
-        return len(loader)  # type: ignore[arg-type]
-    except TypeError:
-        return None
+        return Factorized(fitted, self.batch_size, self.num_batches, excluded, dropout)
 
 
 def _warn_of_drift(stats: Factorized, model: nn.Module) -> None:

@@ -1,7 +1,7 @@
 """Model × draws × inputs → prediction: (1/S) Σ_s p(y | x, μ_s, σ_s), eq. 3 with r(μ) r(σ) for p(μ, σ | x)."""
 
 import warnings
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any, get_args
 
@@ -15,21 +15,26 @@ from stochbn.batches import (
     Call,
     call_on_inputs,
     call_on_item,
+    check_loader,
+    check_whole,
+    copy_to,
     device_of,
-    map_tensors,
+    length,
     num_examples,
     tensors_in,
-    to_device,
 )
 from stochbn.distributions import Draws, StatisticsDistribution
 from stochbn.dropout import DropoutMasks, dropout_masks
-from stochbn.statistics import evaluating, unwrap
+from stochbn.seeding import derive_seed, random_seed
+from stochbn.statistics import dropout_layers, evaluating, keeping_tensors, preserving_rng, unwrap
 
 Source = StatisticsDistribution | Draws | None
 
 # Draws are stacked until a pass holds this many examples. Memory then depends on the batch, not on S, and larger
 # stacks are no faster.
 STACKED_EXAMPLES = 64
+# Draws are made ahead, in blocks of at most so many numbers (64 MB in float32), so that those too are bounded.
+BLOCK_NUMBERS = 2**24
 
 
 def predict(
@@ -38,7 +43,7 @@ def predict(
     inputs: Any,
     *,
     num_samples: int = 50,
-    seed: int = 0,
+    seed: int | None = 0,
     link: Link = "softmax",
     dropout: bool = False,
     call: Call | None = None,
@@ -58,13 +63,13 @@ def predict(
     | a sequence of models | Deep Ensembles | Deep Ensembles + SBN |
 
     Args:
-        model: A network in any mode, or several of them, which are averaged with equal weights.
+        model: A network in any mode, or several of them, which weigh the same however many draws each has.
         stats: What `fit` returned, draws from it, or None for no SBN; for several models a sequence of these.
         inputs: A tensor; a tuple of positional or a mapping of keyword arguments; or a DataLoader or other iterable
             of batches (called as in `fit`: labels may be there and are passed over).
         num_samples: S, the number of draws of each model. Without SBN and dropout one pass is all there is; given
             `Draws` bring their own number.
-        seed: Makes the draws. Equal seeds give equal networks.
+        seed: Makes the draws. Equal seeds give equal networks. None takes a seed from torch's generator.
         link: What turns outputs into what is averaged: "softmax" over axis 1, "sigmoid", or "identity".
         dropout: Keep dropout layers active, with one mask a draw.
         call: How a model is called on a batch, `call(model, batch)`, returning its output tensor.
@@ -73,7 +78,7 @@ def predict(
         progress: Show a progress bar.
 
     Returns:
-        A `Prediction`. It carries gradients with respect to inputs that require them.
+        A `Prediction`. It carries gradients with respect to inputs that require them (and to the parameters that do).
 
     Example:
         >>> import stochbn
@@ -89,20 +94,22 @@ def predict(
         (torch.Size([50, 5, 3]), torch.Size([5]))
     """
     check_options(num_samples=num_samples, chunk_size=chunk_size, link=link)
-    batched = is_loader(inputs)
-    call = call or (call_on_item if batched else call_on_inputs)
+    seed = random_seed() if seed is None else check_whole("seed", seed, -(2**63))
+    call = call or (call_on_inputs if isinstance(inputs, (Tensor, tuple, Mapping)) else call_on_item)
     networks = _networks(model, stats, call, num_samples=num_samples, seed=seed, dropout=dropout)
-    total = sum(network.num_draws for network in networks)
-    batches = inputs if batched else [inputs]
-    rounds = len(batches) * total if hasattr(batches, "__len__") else None
+    batches = inputs if is_loader(inputs) else [inputs]
+    rounds = (length(batches) or 0) * sum(network.num_draws for network in networks) or None
     results = []
-    with tqdm(total=rounds, desc="predict", unit="draw", disable=not progress, leave=False) as bar:
+    with (
+        preserving_rng(networks[0].device),
+        tqdm(total=rounds, desc="predict", unit="draw", disable=not progress, leave=False) as bar,
+    ):
         for item in batches:
             average = Average(link, keep_samples)
             for network in networks:
                 with network.active():
                     for outputs in network.run(item, chunk_size):
-                        average.add(outputs)
+                        average.add(outputs, weight=1 / network.num_draws)
                         bar.update(len(outputs))
             results.append(average.prediction())
     return join(results)
@@ -110,14 +117,16 @@ def predict(
 
 def is_loader(inputs: Any) -> bool:
     """Tells batches to iterate over from one batch: tensors, tuples and mappings are one."""
-    return not isinstance(inputs, (Tensor, tuple, Mapping)) and isinstance(inputs, Iterable)
+    if isinstance(inputs, (Tensor, tuple, Mapping)):
+        return False
+    check_loader(inputs)
+    return True
 
 
 def check_options(*, num_samples: int, chunk_size: int | None, link: str) -> None:
-    if num_samples < 1:
-        raise ValueError(f"Expected num_samples of at least 1, got {num_samples}. Pass 50, as the paper does.")
-    if chunk_size is not None and chunk_size < 1:
-        raise ValueError(f"Expected chunk_size of at least 1, got {chunk_size}. Leave it out to have one chosen.")
+    check_whole("num_samples", num_samples, 1)
+    if chunk_size is not None:
+        check_whole("chunk_size", chunk_size, 1)
     if link not in get_args(Link):
         raise ValueError(f"Expected link to be one of {', '.join(map(repr, get_args(Link)))}, got {link!r}.")
 
@@ -131,38 +140,29 @@ def _networks(
     seed: int,
     dropout: bool,
 ) -> "list[_Network]":
-    several = isinstance(model, nn.ModuleList) or not isinstance(model, nn.Module)
-    models: list[nn.Module] = list(model) if several else [model]  # type: ignore[arg-type, list-item]
-    single = stats is None or isinstance(stats, (StatisticsDistribution, Draws))
-    sources: list[Source] = [stats] if single else list(stats)  # type: ignore[arg-type, list-item]
+    models = list(model) if isinstance(model, (list, tuple, nn.ModuleList)) else [model]
+    if not models:
+        raise ValueError("Expected a model or a sequence of models, got an empty sequence.")
+    sources: list[Any] = list(stats) if isinstance(stats, (list, tuple)) else [stats]
     if stats is None:
         sources = [None] * len(models)
-    if not models or not all(isinstance(m, nn.Module) for m in models):
-        raise TypeError(f"Expected a model or a sequence of models, got {model!r}. Pass torch modules.")
+    for source in sources:
+        if not (source is None or isinstance(source, (StatisticsDistribution, Draws))):
+            raise TypeError(
+                f"Expected a fitted distribution, Draws or None, got {type(source).__name__}. "
+                "Pass what stochbn.fit(model, train_loader) or stochbn.load(path) returned."
+            )
     if len(sources) != len(models):
         raise ValueError(
             f"Expected one distribution a model, got {len(sources)} for {len(models)} models. "
             "Fit each model on its own: [stochbn.fit(model, loader) for model in models]."
         )
-    networks = []
-    for index, (member, source) in enumerate(zip(models, sources, strict=True)):
-        member = unwrap(member)
-        # Member 0 has the seed itself, so that an ensemble of one is that model.
-        own_seed = seed + index
-        if source is None:
-            draws = None
-        elif isinstance(source, StatisticsDistribution):
-            draws = source.sample(num_samples, seed=own_seed).match(member)
-        elif isinstance(source, Draws):
-            draws = source.match(member)
-        else:
-            raise TypeError(
-                f"Expected a fitted distribution, Draws or None, got {type(source).__name__}. "
-                "Pass what stochbn.fit(model, train_loader) returned."
-            )
-        count = len(draws) if draws else num_samples if dropout else 1
-        networks.append(_Network(member, call, draws, count, own_seed if dropout else None))
-    return networks
+    # Member 0 has the seed itself, so that an ensemble of one is that model.
+    seeds = [seed if index == 0 else derive_seed(seed, "member", index) for index in range(len(models))]
+    return [
+        _Network(unwrap(member), call, source, num_samples=num_samples, seed=own_seed, dropout=dropout)
+        for member, source, own_seed in zip(models, sources, seeds, strict=True)
+    ]
 
 
 class Called(nn.Module):
@@ -191,30 +191,45 @@ class _Network:
     """One model and its draws."""
 
     def __init__(
-        self, model: nn.Module, call: Call, draws: Draws | None, num_draws: int, dropout_seed: int | None
+        self, model: nn.Module, call: Call, source: Source, *, num_samples: int, seed: int, dropout: bool
     ) -> None:
         self.model = model
         self.called = Called(model, call)
-        self.buffers = {f"model.{name}": values for name, values in draws.buffers.items()} if draws else {}
-        self.num_draws = num_draws
-        self.dropout_seed = dropout_seed
+        self.source = source
+        self.seed = seed
+        self.dropout = dropout
         self.masks: DropoutMasks | None = None
         self.device = device_of(model)
         self.vectorised = True
+        if dropout:
+            dropout_layers(model)
+        self.block: tuple[range, dict[str, Tensor]] = (range(0), {})  # the draws at hand, and their buffers
+        if isinstance(source, Draws):
+            self.num_draws = len(source)
+            self._load(range(self.num_draws))
+        else:
+            self.num_draws = num_samples if dropout or source is not None else 1
+        if isinstance(source, StatisticsDistribution):
+            self._load(range(1))
+            if source.dropout != dropout:
+                warnings.warn(
+                    f"The statistics were fitted with dropout={source.dropout} and are used with dropout={dropout}; "
+                    "fit them with the same.",
+                    stacklevel=4,
+                )
 
     @contextmanager
     def active(self) -> Iterator[None]:
         """Has the model in eval mode and with this network's dropout masks. One model may serve several networks."""
         with evaluating(self.model):
-            if self.dropout_seed is None:
-                yield
-            else:
-                with dropout_masks(self.model, self.dropout_seed) as self.masks:
+            if self.dropout:
+                with dropout_masks(self.model, self.seed) as self.masks:
                     yield
+            else:
+                yield
 
     def run(self, item: Any, chunk_size: int | None) -> Iterator[Tensor]:
         """Yields outputs (s, N, …) of successive draws."""
-        item = to_device(item, self.device)
         size = chunk_size or max(1, STACKED_EXAMPLES // max(1, num_examples(item)))
         wants_gradient = torch.is_grad_enabled() and any(t.requires_grad for t in tensors_in(item))
         for start in range(0, self.num_draws, size):
@@ -224,18 +239,19 @@ class _Network:
             yield outputs
 
     def _pass(self, start: int, stop: int, item: Any) -> Tensor:
-        buffers = {name: values[start:stop] for name, values in self.buffers.items()}
+        buffers = self._buffers(start, stop)
         indices = torch.arange(start, stop, device=self.device)
         problem: Exception | None = None
         if self.vectorised and stop - start > 1:
             try:
-                fresh = _copy(item)
-                return vmap(lambda b, i: self._forward(b, i, fresh), randomness="different")(buffers, indices)
+                fresh = copy_to(item, self.device)
+                with keeping_tensors(self.model):
+                    return vmap(lambda b, i: self._forward(b, i, fresh), randomness="different")(buffers, indices)
             except Exception as error:  # whatever it is, the loop below runs the model as its author meant it
                 problem = error
         looped = torch.stack(
             [
-                self._forward({name: values[i] for name, values in buffers.items()}, indices[i], _copy(item))
+                self._forward({name: v[i] for name, v in buffers.items()}, indices[i], copy_to(item, self.device))
                 for i in range(stop - start)
             ]
         )
@@ -252,10 +268,25 @@ class _Network:
     def _forward(self, buffers: dict[str, Tensor], index: Tensor, item: Any) -> Tensor:
         if self.masks is not None:
             self.masks.select(index)
-        output: Tensor = functional_call(self.called, buffers, (item,))
+        # Without tie_weights=False a layer that two parents share would get its drawn buffers back as its own.
+        output: Tensor = functional_call(self.called, buffers, (item,), tie_weights=False)
         return output
 
+    def _buffers(self, start: int, stop: int) -> dict[str, Tensor]:
+        if self.source is None:
+            return {}
+        draws, buffers = self.block
+        if not (start in draws and stop - 1 in draws):
+            numbers = sum(values[0].numel() for values in buffers.values())
+            ahead = max(stop - start, BLOCK_NUMBERS // numbers)
+            self._load(range(start, min(start + ahead, self.num_draws)))
+            draws, buffers = self.block
+        return {name: values[start - draws[0] : stop - draws[0]] for name, values in buffers.items()}
 
-def _copy(item: Any) -> Any:
-    """Copies the tensors of an item: a model may write into its input, and the next draw needs the original."""
-    return map_tensors(torch.clone, item)
+    def _load(self, draws: range) -> None:
+        if isinstance(self.source, StatisticsDistribution):
+            made = self.source.sample(len(draws), seed=self.seed, first=draws[0])
+        else:
+            assert self.source is not None
+            made = self.source
+        self.block = (draws, {f"model.{name}": values for name, values in made.match(self.model).buffers.items()})

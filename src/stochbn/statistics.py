@@ -1,9 +1,9 @@
 """Batch → statistics: every BatchNorm layer's mean and log(variance + ε), with nothing about the model changed.
 
-The model stays in eval mode throughout. A hook in front of each BatchNorm layer standardises the layer's input
-by the input's own batch, μ(B) and σ²(B) of eq. 1, while the layer's buffers are stood in for by mean 0 and
-variance 1 − ε. So the layer computes what it computes in training, whatever its class adds to the normalisation,
-and never comes near its running statistics.
+The model stays in eval mode. While `BatchNormalization` is active, it answers torch's `batch_norm` in torch's place:
+for the layers it was given, the input is normalised by its own batch, μ(B) and σ²(B) of eq. 1, and the two are noted. A
+layer is known by its `running_mean`, so whatever its class does before and after the normalisation is done as in
+training. No hook is set, no buffer is replaced, and running statistics are never written.
 """
 
 from collections.abc import Callable, Iterable, Iterator
@@ -13,8 +13,12 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.nn import functional as F
 from torch.nn.modules.batchnorm import _BatchNorm
 from torch.nn.modules.dropout import _DropoutNd
+from torch.overrides import TorchFunctionMode
+
+from stochbn.batches import listing
 
 Layers = Iterable[str] | Callable[[str, nn.Module], bool] | None
 
@@ -26,7 +30,14 @@ def buffer_names(layer: str) -> tuple[str, str]:
 
 
 def all_batch_norms(model: nn.Module) -> dict[str, _BatchNorm]:
-    return {name: module for name, module in model.named_modules() if isinstance(module, _BatchNorm)}
+    """Finds the BatchNorm layers by name, in the order of the model; at least one."""
+    found = {name: module for name, module in model.named_modules() if isinstance(module, _BatchNorm)}
+    if not found:
+        raise ValueError(
+            f"Expected a model with batch normalization, got {type(model).__name__} without any BatchNorm layer. "
+            "Dropout and Deep Ensembles need none: call predict(model, None, …)."
+        )
+    return found
 
 
 def find_layers(model: nn.Module, layers: Layers = None) -> dict[str, _BatchNorm]:
@@ -37,11 +48,6 @@ def find_layers(model: nn.Module, layers: Layers = None) -> dict[str, _BatchNorm
         layers: Names or shell patterns (`"layer4.*"`), a predicate of name and module, or None for all.
     """
     found = all_batch_norms(model)
-    if not found:
-        raise ValueError(
-            f"Expected a model with batch normalization, got {type(model).__name__} without any BatchNorm layer. "
-            "Dropout and Deep Ensembles need none: call predict(model, None, …)."
-        )
     if layers is None:
         chosen = found
     elif callable(layers):
@@ -52,31 +58,25 @@ def find_layers(model: nn.Module, layers: Layers = None) -> dict[str, _BatchNorm
         if idle:
             raise ValueError(
                 f"Expected layers= to name BatchNorm layers, got {idle}, which match none. "
-                f"The model has {_listing(found)}."
+                f"The model has {listing(found)}."
             )
         chosen = {n: layer for n, layer in found.items() if any(fnmatchcase(n, pattern) for pattern in patterns)}
     if not chosen:
         raise ValueError(
             f"Expected layers= to leave at least one BatchNorm layer, got none of {len(found)}. "
-            f"The model has {_listing(found)}."
+            f"The model has {listing(found)}."
         )
     for name, layer in chosen.items():
         if layer.running_mean is None or layer.running_var is None:
             raise ValueError(
                 f"Expected running statistics in every BatchNorm layer, got {name!r} with track_running_stats=False. "
-                "Build it with track_running_stats=True, or leave it out: "
-                "layers=lambda name, layer: layer.running_mean is not None."
+                "Leave such layers out: layers=lambda name, layer: layer.running_mean is not None."
             )
         if isinstance(layer.running_mean, nn.UninitializedBuffer):
             raise ValueError(
                 f"Expected initialised layers, got the lazy {name!r}. Run the model once on an example first."
             )
     return chosen
-
-
-def _listing(names: Iterable[str], most: int = 8) -> str:
-    names = list(names)
-    return ", ".join(map(repr, names[:most])) + (f" and {len(names) - most} more" if len(names) > most else "")
 
 
 def batch_moments(x: Tensor, groups: int = 1) -> tuple[Tensor, Tensor]:
@@ -106,65 +106,63 @@ def observation(mean: Tensor, variance: Tensor, eps: float) -> Tensor:
     return torch.stack([mean, (variance + eps).log()], dim=1)
 
 
-class BatchNormalization:
-    """Context in which the given layers normalise by their batch, and what they saw is kept in `observed`.
+class BatchNormalization(TorchFunctionMode):
+    """Context in which the given layers of a model in eval mode normalise by their batch.
 
-    Set `groups` before a forward pass to the number of mini-batches in it: each is normalised apart (ghost
-    batches). On exit, also by an exception, hooks are gone and the very same buffers are back.
+    Layers without running statistics do so in any case. Set `groups` before a forward pass to the number of
+    mini-batches in it: each is normalised apart (ghost batches). What the given layers saw is kept in
+    `observed`, (G, 2, C) a call.
     """
 
     def __init__(self, layers: dict[str, _BatchNorm], record: bool = True) -> None:
-        self.layers = layers
+        super().__init__()
+        self._names = {id(layer.running_mean): name for name, layer in layers.items() if layer.running_mean is not None}
         self.record = record
         self.groups = 1
         self.observed: dict[str, list[Tensor]] = {}
 
-    def __enter__(self) -> "BatchNormalization":
-        self._buffers = [
-            (layer._buffers, key, layer._buffers[key])
-            for layer in self.layers.values()
-            for key in ("running_mean", "running_var")
-        ]
-        self._hooks = []
-        try:
-            for name, layer in self.layers.items():
-                assert layer.running_mean is not None
-                layer._buffers["running_mean"] = torch.zeros_like(layer.running_mean)
-                layer._buffers["running_var"] = torch.full_like(layer.running_mean, 1 - layer.eps)
-                self._hooks.append(layer.register_forward_pre_hook(self._standardise(name), with_kwargs=True))
-        except BaseException:
-            self.__exit__()
-            raise
-        return self
+    def __torch_function__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        if func is F.batch_norm:
+            return self._normalise(*args, **(kwargs or {}))
+        return func(*args, **(kwargs or {}))
 
-    def __exit__(self, *_: object) -> None:
-        for hook in self._hooks:
-            hook.remove()
-        for buffers, key, tensor in self._buffers:
-            buffers[key] = tensor
-
-    def _standardise(self, name: str) -> Callable[..., Any]:
-        def hook(layer: _BatchNorm, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-            x: Tensor = args[0] if args else kwargs["input"]
-            if x.shape[0] % self.groups:
-                raise ValueError(
-                    f"Expected layer {name!r} to get a multiple of {self.groups} examples, one mini-batch each, got "
-                    f"{x.shape[0]}: the model regroups its batch. Pass a loader of the batch size itself."
-                )
-            mean, variance = batch_moments(x, self.groups)  # (G, C)
-            if x.numel() // x.shape[1] == self.groups:
-                raise ValueError(
-                    f"Expected more than 1 value a channel and mini-batch in layer {name!r}, got input of shape "
-                    f"{list(x.shape)}. Pass a loader of larger batches or a larger batch_size=."
-                )
-            if self.record:
-                self.observed.setdefault(name, []).append(observation(mean, variance, layer.eps))
-            shape = (self.groups, 1, x.shape[1]) + (1,) * (x.dim() - 2)
-            scale = (variance + layer.eps).rsqrt().view(shape)
-            y = (x.unflatten(0, (self.groups, -1)) - mean.view(shape)) * scale  # (G, M, C, *)
-            return (y.flatten(0, 1).to(x.dtype), *args[1:]), {k: v for k, v in kwargs.items() if k != "input"}
-
-        return hook
+    def _normalise(
+        self,
+        input: Tensor,  # noqa: A002, the name it is called by
+        running_mean: Tensor | None,
+        running_var: Tensor | None,
+        weight: Tensor | None = None,
+        bias: Tensor | None = None,
+        training: bool = False,
+        momentum: float = 0.1,
+        eps: float = 1e-5,
+    ) -> Tensor:
+        name = self._names.get(id(running_mean))
+        if name is None and not (training or running_mean is None):
+            return F.batch_norm(input, running_mean, running_var, weight, bias, training, momentum, eps)
+        where = "without running statistics" if name is None else repr(name)
+        if input.shape[0] % self.groups:
+            raise ValueError(
+                f"Expected layer {where} to get a multiple of {self.groups} examples, one mini-batch each, got "
+                f"{input.shape[0]}: the model regroups its batch. Pass a loader of the batch size itself."
+            )
+        if input.numel() // input.shape[1] == self.groups:
+            raise ValueError(
+                f"Expected more than 1 value a channel and mini-batch in layer {where}, got input of shape "
+                f"{list(input.shape)}. Pass a loader of larger batches or a larger batch_size=."
+            )
+        mean, variance = batch_moments(input, self.groups)  # (G, C)
+        if self.record and name is not None:
+            self.observed.setdefault(name, []).append(observation(mean, variance, eps))
+        scale = (variance + eps).rsqrt()
+        scale = scale if weight is None else scale * weight
+        shift = -mean * scale
+        shift = shift if bias is None else shift + bias
+        shape = (self.groups, 1, input.shape[1]) + (1,) * (input.dim() - 2)
+        x = input.unflatten(0, (self.groups, -1))  # (G, M, C, *)
+        return torch.addcmul(shift.view(shape), x, scale.view(shape)).flatten(0, 1).to(input.dtype)
 
 
 @contextmanager
@@ -174,10 +172,30 @@ def evaluating(model: nn.Module, *, dropout: bool = False) -> Iterator[None]:
     try:
         for module, _ in modes:
             module.training = dropout and isinstance(module, _DropoutNd)
-        yield
+        with keeping_tensors(model):
+            yield
     finally:
         for module, mode in modes:
             module.training = mode
+
+
+@contextmanager
+def keeping_tensors(model: nn.Module) -> Iterator[None]:
+    """Restores buffers and tensor attributes that the model's own forward pass binds anew, such as a running average.
+
+    What it binds under `vmap` would be a tensor that is dead outside.
+    """
+    places = [place for module in model.modules() for place in (module._buffers, module.__dict__)]
+    before = [dict(place) for place in places]
+    try:
+        yield
+    finally:
+        for place, kept in zip(places, before, strict=True):
+            for key in {key for either in (place, kept) for key, value in either.items() if isinstance(value, Tensor)}:
+                if key in kept:
+                    place[key] = kept[key]
+                else:
+                    del place[key]
 
 
 def dropout_layers(model: nn.Module) -> dict[str, _DropoutNd]:
@@ -199,7 +217,15 @@ def preserving_rng(device: torch.device) -> Iterator[None]:
         yield
 
 
-def unwrap(model: nn.Module) -> nn.Module:
-    """Returns the module behind `torch.compile`, whose compiled code would ignore hooks and swapped buffers."""
-    inner = getattr(model, "_orig_mod", model)
-    return inner if isinstance(inner, nn.Module) else model
+def unwrap(model: Any) -> nn.Module:
+    """Checks that it is an eager module; of one behind `torch.compile`, returns what was compiled.
+
+    Compiled code would ignore swapped buffers.
+    """
+    model = getattr(model, "_orig_mod", model)
+    if not isinstance(model, nn.Module) or isinstance(model, torch.jit.ScriptModule):
+        raise TypeError(
+            f"Expected a model (an eager torch.nn.Module), got {type(model).__name__}. Check the order of the "
+            "arguments; of a scripted model, pass the module it was scripted from."
+        )
+    return model

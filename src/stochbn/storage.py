@@ -8,21 +8,28 @@ from typing import Any
 
 import torch
 from safetensors import SafetensorError, safe_open
-from safetensors.torch import save_file
+from safetensors.torch import save
 from torch import Tensor
 
 FORMAT_VERSION = 1
 
 
 def write(path: str | os.PathLike[str], header: dict[str, Any], tensors: dict[str, Tensor]) -> None:
-    """Writes to a temporary neighbour of `path`, then renames it."""
-    path = Path(path)
+    """Writes a header and tensors as one file."""
+    flat = {key: tensor.cpu().contiguous() for key, tensor in tensors.items()}
     header = {"format_version": FORMAT_VERSION, **header}
+    write_atomically(path, save(flat, {"stochbn": json.dumps(header)}))
+
+
+def write_atomically(path: str | os.PathLike[str], content: bytes) -> None:
+    """Writes a file so that a reader, or a crash at any moment, meets the old or the new one, never a part."""
+    path = Path(path)
     handle, temporary = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name}.")
-    os.close(handle)
     try:
-        flat = {key: tensor.cpu().contiguous() for key, tensor in tensors.items()}
-        save_file(flat, temporary, metadata={"stochbn": json.dumps(header)})
+        with os.fdopen(handle, "wb") as file:
+            file.write(content)
+            file.flush()
+            os.fsync(file.fileno())
         os.chmod(temporary, 0o666 & ~_umask())  # mkstemp makes files that only the owner can read
         os.replace(temporary, path)
     except BaseException:
@@ -33,10 +40,12 @@ def write(path: str | os.PathLike[str], header: dict[str, Any], tensors: dict[st
 def read(path: str | os.PathLike[str], device: torch.device | str) -> tuple[dict[str, Any], dict[str, Tensor]]:
     """Reads what `write` wrote; raises `ValueError` for anything else."""
     try:
+        if os.path.isdir(path):
+            raise IsADirectoryError("a directory")
         with safe_open(os.fspath(path), framework="pt", device=str(device)) as file:
             text = (file.metadata() or {}).get("stochbn")
             tensors = {key: file.get_tensor(key) for key in file.keys()} if text else {}  # noqa: SIM118
-    except SafetensorError as error:
+    except (SafetensorError, IsADirectoryError) as error:
         raise ValueError(
             f"Expected a file written by stats.save, got {path}, which is truncated or not safetensors ({error}). "
             "Save it again."
@@ -51,7 +60,7 @@ def read(path: str | os.PathLike[str], device: torch.device | str) -> tuple[dict
         version = header["format_version"]
     except (ValueError, RecursionError, KeyError, TypeError) as error:
         raise ValueError(f"Expected a sound stochbn file, got {path} with a broken header. Save it again.") from error
-    if version != FORMAT_VERSION:
+    if type(version) is not int or version != FORMAT_VERSION:
         raise ValueError(
             f"Expected a stochbn file of format {FORMAT_VERSION}, got {path} of format {version!r}. Upgrade stochbn."
         )

@@ -17,8 +17,7 @@ def entropy(probs: Tensor) -> Tensor:
         >>> entropy(torch.tensor([[0.5, 0.5], [1.0, 0.0]]))
         tensor([0.6931, 0.0000])
     """
-    entropies: Tensor = torch.special.entr(probs).sum(1)
-    return entropies
+    return entropy_terms(probs).sum(1)
 
 
 def expected_entropy(samples: Tensor) -> Tensor:
@@ -31,8 +30,7 @@ def expected_entropy(samples: Tensor) -> Tensor:
         >>> expected_entropy(torch.tensor([[[1.0, 0.0]], [[0.5, 0.5]]]))
         tensor([0.3466])
     """
-    entropies: Tensor = torch.special.entr(samples).sum(2)  # (S, N, *)
-    return entropies.mean(0)
+    return entropy_terms(samples).sum(2).mean(0)
 
 
 def mutual_information(samples: Tensor) -> Tensor:
@@ -104,6 +102,8 @@ def ece(probs: Tensor, targets: Tensor, num_bins: int = 15) -> Tensor:
         >>> ece(torch.tensor([[0.8, 0.2], [0.8, 0.2]]), torch.tensor([0, 1]))
         tensor(0.3000)
     """
+    if num_bins < 1:
+        raise ValueError(f"Expected num_bins of at least 1, got {num_bins}. Pass 15, as is usual.")
     class_indices(probs, targets)
     confidence, predicted = probs.max(1)
     confidence = confidence.flatten()
@@ -111,6 +111,11 @@ def ece(probs: Tensor, targets: Tensor, num_bins: int = 15) -> Tensor:
     bins = ((confidence * num_bins).ceil().long() - 1).clamp(0, num_bins - 1)
     gaps = torch.zeros(num_bins, dtype=probs.dtype, device=probs.device).index_add(0, bins, correct - confidence)
     return gaps.abs().sum() / confidence.numel()
+
+
+def entropy_terms(probs: Tensor) -> Tensor:
+    """Returns −p log p, 0 at p = 0, with a finite gradient there too."""
+    return probs * probs.clamp_min(torch.finfo(probs.dtype).tiny).log().neg()
 
 
 def class_indices(probs: Tensor, targets: Tensor) -> Tensor:
