@@ -69,7 +69,7 @@ def main() -> None:
     print(f"fitted: {stats[0]}")
 
     print(
-        f"\n{len(known)} test images of the digits 0-4 that were trained on, {len(unknown)} of the unknown 5-9, 50 draws"
+        f"\n{len(known)} test images of the digits 0-4, which were trained on, {len(unknown)} of 5-9, unknown; 50 draws"
     )
     print(f"{'':<28}{'error %':>9}{'NLL':>9}{'ECE %':>9}{'entropy, known':>16}{'unknown':>9}{'AUROC':>8}")
     for name, model, distribution in (

@@ -1,4 +1,4 @@
-"""Networks that nobody here wrote, unmodified: fit, vectorised prediction, the loop, and their own buffers as a draw."""
+"""Networks that nobody here wrote, unmodified: fit, vectorised prediction, the loop, their own buffers as a draw."""
 
 import os
 import warnings

