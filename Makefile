@@ -24,7 +24,7 @@ format: .venv/ready
 	$(BIN)/ruff check --fix .
 
 demo: .venv/ready
-	$(BIN)/python examples/digits.py
+	$(BIN)/stochbn demo
 
 clean:
 	rm -rf .venv demo .pytest_cache .mypy_cache .ruff_cache .hypothesis

@@ -33,8 +33,8 @@ Source = StatisticsDistribution | Draws | None
 # Draws are stacked until a pass holds this many examples. Memory then depends on the batch, not on S, and larger
 # stacks are no faster.
 STACKED_EXAMPLES = 64
-# Draws are made ahead, in blocks of at most so many numbers (64 MB in float32), so that those too are bounded.
-BLOCK_NUMBERS = 2**24
+# Draws are made ahead, in blocks of at most so many numbers (32 MB in float64), so that those too are bounded.
+BLOCK_NUMBERS = 2**22
 
 
 def predict(
