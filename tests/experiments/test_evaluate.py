@@ -1,5 +1,6 @@
 """The whole pipeline on a tiny embedded set: train, evaluate, report; and prediction files against the library."""
 
+import csv
 import io
 from dataclasses import replace
 from pathlib import Path
@@ -7,6 +8,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
+from PIL import Image
 from rich.console import Console
 from scipy import stats as scipy_stats
 
@@ -18,6 +20,7 @@ from stochbn.experiments.evaluate import evaluate
 from stochbn.experiments.inference import fit, input_batches
 from stochbn.experiments.predictions import File, average, diagnostics_path, pack, prediction_path, unpack
 from stochbn.experiments.recipes import EXPERIMENTS, RECIPES, Experiment
+from stochbn.experiments.report import write_report
 from stochbn.experiments.sources import DataError
 from stochbn.experiments.train import train
 
@@ -181,3 +184,26 @@ def test_float16_keeps_likelihoods() -> None:
     file = File({}, pack(pred, "plain", "test"))
     probs, _ = unpack(file, "plain", "test")
     assert stochbn.nll(probs, labels).item() == pytest.approx(stochbn.nll(pred.probs, labels).item(), rel=1e-3)
+
+
+def test_report_of_what_was_evaluated(results: Path) -> None:
+    console = Console(file=io.StringIO(), width=100)
+    page = write_report(results, console=console)
+    assert page == results / "report.html"
+    html, markdown, shown = page.read_text(), (results / "table.md").read_text(), console.file.getvalue()
+    with (results / "table.csv").open(newline="") as table:
+        scores = {(row["method"], row["metric"]): float(row["value"]) for row in csv.DictReader(table)}
+    for method in ("One network", "SBN", "Deep Ensembles", "Deep Ensembles + SBN", "Dropout", "Dropout + SBN"):
+        assert f"\n| {method} |" in markdown
+        assert f">{method}<" in html
+        assert f"\n{method} " in shown
+        assert {(method, metric) for metric in ("error_percent", "nll", "auroc_entropy")} <= scores.keys()
+    file = File.read(prediction_path(results, "tiny-dropout", 0))
+    nll = stochbn.nll(unpack(file, "dropout+sbn", "test")[0], file.tensors["labels"].long()).item()
+    assert scores["Dropout + SBN", "nll"] == pytest.approx(nll, rel=1e-5)
+
+    drawn = list((results / "figures").glob("*.png"))
+    assert len(drawn) == html.count("<img ") == 13
+    for path in drawn:
+        with Image.open(path) as image:
+            assert np.asarray(image.convert("L")).std() > 5, path.name

@@ -1,6 +1,7 @@
 import io
 import json
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -25,7 +26,7 @@ from stochbn.experiments.checkpoints import (
 )
 from stochbn.experiments.data import load_split, to_inputs
 from stochbn.experiments.recipes import RECIPES
-from stochbn.experiments.train import augment, learning_rate, main, train, validate
+from stochbn.experiments.train import augment, learning_rate, train, validate
 
 TINY = replace(RECIPES["digits"], name="tiny", width=0.2, epochs=3, batch_size=40)
 # All that draws random numbers: dropout, augmentation, order of the data.
@@ -48,7 +49,7 @@ def assert_same_weights(left, right):
 
 
 def interrupt_after_first_epoch(monkeypatch, recipe):
-    """Train one epoch and stop right after its checkpoint, as an interruption from outside would."""
+    """Trains one epoch and stops right after its checkpoint, as an interruption from outside would."""
 
     def write_and_stop(path, checkpoint):
         write_checkpoint(path, checkpoint)
@@ -98,7 +99,7 @@ def test_killed_process_resumes_to_the_same_bits(tmp_path, monkeypatch):
 
     monkeypatch.setenv("STOCHBN_DATA", str(tmp_path / "killed"))
     path = checkpoint_path(recipe, 0)
-    command = [sys.executable, "-m", "stochbn.experiments.train", "digits", "--epochs", "8", "--threads", "1"]
+    command = [sys.executable, "-m", "stochbn.experiments.cli", "train", "digits", "--epochs", "8", "--threads", "1"]
     process = subprocess.Popen(command, env={**os.environ, "OMP_NUM_THREADS": "1"}, stdout=subprocess.DEVNULL)
     deadline = time.monotonic() + 60
     while not path.exists() and time.monotonic() < deadline:
@@ -251,20 +252,16 @@ def test_log_has_one_line_an_epoch_and_a_terminal_a_live_bar():
     assert lines[0].startswith("epoch 1/3  train loss ")
     assert "validation NLL" in lines[0]
     train(TINY, seed=1, console=Console(file=terminal, force_terminal=True, width=140))
-    assert "validation accuracy" in terminal.getvalue()
+    assert "accuracy" in terminal.getvalue()
     assert "epoch 1/3" not in terminal.getvalue()
 
 
-def test_command_prints_the_path_and_errors_end_with_code_2(tmp_path, monkeypatch, capsys):
-    monkeypatch.setattr(sys, "argv", ["train", "digits", "--seed", "3", "--epochs", "1", "--threads", "1"])
-    main()
-    path = tmp_path / "checkpoints" / "digits-1epochs" / "seed3.safetensors"
-    assert capsys.readouterr().out.splitlines()[-1] == str(path)
-    path.write_bytes(b"")
-    with pytest.raises(SystemExit, match="2"):
-        main()
-    assert "damaged or foreign" in capsys.readouterr().err
-    monkeypatch.setattr(sys, "argv", ["train", "digits", "--epochs", "0"])
-    with pytest.raises(SystemExit, match="2"):
-        main()
-    assert capsys.readouterr().err == "Expected at least one epoch of one batch, got 0 epochs of 75.\n"
+def test_bar_shows_the_time_left_in_80_columns():
+    terminal = io.StringIO()
+    recipe = replace(TINY, name="lenet5-dropout-10epochs", epochs=1)
+    train(recipe, seed=10, console=Console(file=terminal, force_terminal=True, width=80, color_system=None))
+    shown = re.split(r"[\r\n]+", re.sub(r"\x1b\[[^a-zA-Z]*[a-zA-Z]", "", terminal.getvalue()))
+    lines = [line for line in shown if line.strip()]
+    assert all(len(line) <= 80 for line in lines)
+    assert all(re.search(r"loss \S+  accuracy \S+ +[-\d]:[-\d]{2}:[-\d]{2} *$", line) for line in lines), lines
+    assert "100% loss" in lines[-1]

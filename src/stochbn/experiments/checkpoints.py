@@ -50,12 +50,12 @@ class Checkpoint:
 
 
 def checkpoint_path(recipe: Recipe, seed: int) -> Path:
-    """Return where a run keeps its checkpoint."""
+    """Returns where a run keeps its checkpoint."""
     return cache_dir() / "checkpoints" / recipe.name / f"seed{seed}.safetensors"
 
 
 def read_checkpoint(path: Path) -> Checkpoint:
-    """Read a checkpoint of a finished or an interrupted run.
+    """Reads a checkpoint of a finished or an interrupted run.
 
     Raises:
         CheckpointError: The file is missing, damaged, or no checkpoint.
@@ -82,7 +82,7 @@ def read_checkpoint(path: Path) -> Checkpoint:
 
 
 def write_checkpoint(path: Path, checkpoint: Checkpoint) -> None:
-    """Write a checkpoint; a crash at any moment leaves the old file or the new one."""
+    """Writes a checkpoint; a crash at any moment leaves the old file or the new one."""
     tensors = {f"weights/{name}": tensor.contiguous() for name, tensor in checkpoint.weights.items()}
     tensors |= {f"resume/{name}": tensor.contiguous() for name, tensor in checkpoint.resume.items()}
     header = {
@@ -99,7 +99,7 @@ def write_checkpoint(path: Path, checkpoint: Checkpoint) -> None:
 
 
 def load_network(path: Path) -> nn.Module:
-    """Build the network of a finished run in `eval()`. Leaves torch's random state as it was.
+    """Builds the network of a finished run in `eval()`. Leaves torch's random state as it was.
 
     Raises:
         CheckpointError: The file is missing or damaged, or its run is not finished.

@@ -10,7 +10,7 @@ import os
 import sys
 import warnings
 import zipfile
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any, cast
 
@@ -24,10 +24,11 @@ from torch.utils.data import DataLoader, Dataset, IterableDataset, RandomSampler
 from tqdm import tqdm
 
 import stochbn
+from stochbn.batches import listing
 from stochbn.experiments.checkpoints import CheckpointError
 from stochbn.experiments.sources import DataError, write_atomically
 
-DATA_SUFFIXES = (".npz", ".npy", ".safetensors")
+_DATA_SUFFIXES = (".npz", ".npy", ".safetensors")
 
 
 def fit_data(
@@ -37,7 +38,7 @@ def fit_data(
 
     Arrays and data sets are shuffled, by a fixed seed, and need a `batch_size`: that of training.
     """
-    loader = load_data(data, model, batch_size, shuffle=True)
+    loader = _load_data(data, model, batch_size, shuffle=True)
     stats = stochbn.fit(model, loader, batch_size=batch_size, progress=sys.stderr.isatty(), **options)
     stats.save(out)
     _say(console, f"Fitted {stats}.\nWrote {out}")
@@ -56,7 +57,7 @@ def predict_data(
     distribution = stochbn.load(stats) if stats else None
     if distribution is None:
         _say(console, "No statistics were given: this is without SBN.")
-    loader = load_data(data, model, batch_size)
+    loader = _load_data(data, model, batch_size)
     if isinstance(loader.sampler, RandomSampler):
         warnings.warn("The DataLoader shuffles: rows follow its order, not that of the data.", stacklevel=2)
     labels: list[Tensor] = []
@@ -75,11 +76,63 @@ def prepare_out(out: Path, *inputs: Path | str | None) -> None:
     out.parent.mkdir(parents=True, exist_ok=True)
 
 
-def load_object(reference: str) -> Any:
+def load_model(factory: str, checkpoint: Path, device: str, console: Console) -> nn.Module:
+    """Builds a network with the weights of a checkpoint, which must be its own to the last key."""
+    model = cast(nn.Module, _make(factory, (nn.Module,), "an nn.Module"))
+    state = _read_state(checkpoint)
+    for prefix in ("module.", "_orig_mod."):  # of DistributedDataParallel and torch.compile
+        if all(key.startswith(prefix) for key in state) and not any(k.startswith(prefix) for k in model.state_dict()):
+            state = {key.removeprefix(prefix): value for key, value in state.items()}
+            _say(console, f"Stripped the prefix {prefix!r} from the checkpoint's keys.")
+    try:
+        result = model.load_state_dict(state, strict=False)
+    except RuntimeError as error:  # sizes
+        raise CheckpointError(f"Expected weights of {factory}, got others in {checkpoint}: {error}") from error
+    faults = [("missing", result.missing_keys), ("unexpected", result.unexpected_keys)]
+    if found := "; ".join(f"{kind} {listing(keys, most=3)}" for kind, keys in faults if keys):
+        raise CheckpointError(f"Expected the keys of {factory}, got other ones in {checkpoint}: {found}.")
+    try:
+        return model.to(device)
+    except (RuntimeError, AssertionError) as error:
+        raise ValueError(f"Expected a device that torch can use, got {device!r} ({error}).") from error
+
+
+def _load_data(reference: str, model: nn.Module, batch_size: int | None, shuffle: bool = False) -> "DataLoader[Any]":
+    """Reads arrays, or calls a factory of data, and makes a loader of them; a DataLoader is taken as it is."""
+    data: Any
+    if Path(reference).suffix in _DATA_SUFFIXES:
+        data = _read_arrays(Path(reference), model)
+    elif ":" in reference:
+        data = _make(reference, (Dataset, DataLoader, Tensor), "a Dataset, a DataLoader or a tensor")
+    else:
+        raise DataError(f"Expected a file in {', '.join(_DATA_SUFFIXES)} or package.module:factory, got {reference!r}.")
+    if isinstance(data, DataLoader):
+        return data
+    if batch_size is None:
+        raise ValueError("Expected --batch-size, the mini-batch size of training, as the data come without one.")
+    data = TensorDataset(data) if isinstance(data, Tensor) else data
+    shuffle = shuffle and not isinstance(data, IterableDataset)
+    return DataLoader(data, batch_size, shuffle=shuffle, generator=torch.Generator().manual_seed(0))
+
+
+def _make(reference: str, kinds: tuple[type, ...], wanted: str) -> object:
+    made = _load_object(reference)
+    if not isinstance(made, kinds) and callable(made):
+        try:
+            made = made()
+        except Exception as error:
+            raise ValueError(f"Expected {reference}() to succeed, got {type(error).__name__}: {error}") from error
+    if not isinstance(made, kinds):
+        raise TypeError(f"Expected {reference} to be or to return {wanted}, got {type(made).__name__}.")
+    return made
+
+
+def _load_object(reference: str) -> Any:
     """Imports `package.module:attribute`, from the current directory too.
 
-    >>> load_object("math:pi")
-    3.141592653589793
+    Example:
+        >>> _load_object("math:pi")
+        3.141592653589793
     """
     name, _, attribute = reference.partition(":")
     if not name or not attribute:
@@ -96,57 +149,6 @@ def load_object(reference: str) -> Any:
         return operator.attrgetter(attribute)(module)
     except AttributeError as error:
         raise ImportError(f"Expected {attribute!r} in {name!r}, got a module without it.") from error
-
-
-def load_model(factory: str, checkpoint: Path, device: str, console: Console) -> nn.Module:
-    """Builds a network with the weights of a checkpoint, which must be its own to the last key."""
-    model = cast(nn.Module, _make(factory, (nn.Module,), "an nn.Module"))
-    state = _read_state(checkpoint)
-    for prefix in ("module.", "_orig_mod."):  # of DistributedDataParallel and torch.compile
-        if all(key.startswith(prefix) for key in state) and not any(k.startswith(prefix) for k in model.state_dict()):
-            state = {key.removeprefix(prefix): value for key, value in state.items()}
-            _say(console, f"Stripped the prefix {prefix!r} from the checkpoint's keys.")
-    try:
-        result = model.load_state_dict(state, strict=False)
-    except RuntimeError as error:  # sizes
-        raise CheckpointError(f"Expected weights of {factory}, got others in {checkpoint}: {error}") from error
-    faults = [("missing", result.missing_keys), ("unexpected", result.unexpected_keys)]
-    if found := "; ".join(f"{kind} {_listing(keys)}" for kind, keys in faults if keys):
-        raise CheckpointError(f"Expected the keys of {factory}, got other ones in {checkpoint}: {found}.")
-    try:
-        return model.to(device)
-    except (RuntimeError, AssertionError) as error:
-        raise ValueError(f"Expected a device that torch can use, got {device!r} ({error}).") from error
-
-
-def load_data(reference: str, model: nn.Module, batch_size: int | None, shuffle: bool = False) -> "DataLoader[Any]":
-    """Reads arrays, or calls a factory of data, and makes a loader of them; a DataLoader is taken as it is."""
-    data: Any
-    if Path(reference).suffix in DATA_SUFFIXES:
-        data = _read_arrays(Path(reference), model)
-    elif ":" in reference:
-        data = _make(reference, (Dataset, DataLoader, Tensor), "a Dataset, a DataLoader or a tensor")
-    else:
-        raise DataError(f"Expected a file in {', '.join(DATA_SUFFIXES)} or package.module:factory, got {reference!r}.")
-    if isinstance(data, DataLoader):
-        return data
-    if batch_size is None:
-        raise ValueError("Expected --batch-size, the mini-batch size of training, as the data come without one.")
-    data = TensorDataset(data) if isinstance(data, Tensor) else data
-    shuffle = shuffle and not isinstance(data, IterableDataset)
-    return DataLoader(data, batch_size, shuffle=shuffle, generator=torch.Generator().manual_seed(0))
-
-
-def _make(reference: str, kinds: tuple[type, ...], wanted: str) -> object:
-    made = load_object(reference)
-    if not isinstance(made, kinds) and callable(made):
-        try:
-            made = made()
-        except Exception as error:
-            raise ValueError(f"Expected {reference}() to succeed, got {type(error).__name__}: {error}") from error
-    if not isinstance(made, kinds):
-        raise TypeError(f"Expected {reference} to be or to return {wanted}, got {type(made).__name__}.")
-    return made
 
 
 def _read_state(path: Path) -> Mapping[str, Any]:
@@ -182,7 +184,7 @@ def _read_arrays(path: Path, model: nn.Module) -> TensorDataset:
     labels = arrays.pop("y", None)
     inputs = arrays.get("x", next(iter(arrays.values())) if len(arrays) == 1 else None)
     if inputs is None or not inputs.dim():
-        raise DataError(f"Expected an array 'x' of inputs in {path}, got {_listing(list(arrays)) or 'no arrays'}.")
+        raise DataError(f"Expected an array 'x' of inputs in {path}, got {listing(arrays, most=3) or 'no arrays'}.")
     if inputs.is_floating_point():  # numpy's are in float64 unless someone took care
         inputs = inputs.to(next((p.dtype for p in model.parameters() if p.is_floating_point()), inputs.dtype))
     if labels is None:
@@ -239,10 +241,6 @@ def _summarise(console: Console, prediction: stochbn.Prediction, labels: Tensor 
     for index in shown[measure].argsort(descending=True)[:5].tolist():
         table.add_row(str(index), *(f"{values[index]:.4g}" for values in shown.values()))
     console.print(table)
-
-
-def _listing(names: Sequence[str], most: int = 3) -> str:
-    return ", ".join(names[:most]) + (f" and {len(names) - most} more" if len(names) > most else "")
 
 
 def _say(console: Console, text: str) -> None:

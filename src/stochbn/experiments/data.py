@@ -11,7 +11,7 @@ import gzip
 import math
 import struct
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Literal
 
@@ -19,7 +19,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from stochbn.experiments.embedded import load_digits, render_glyphs
+from stochbn.experiments.embedded import LETTERS, load_digits, render_glyphs
 from stochbn.experiments.publications import PUBLICATIONS
 from stochbn.experiments.sources import DataError, fetch, is_cached
 
@@ -30,7 +30,6 @@ _NUM_VALIDATION = {"mnist": 5000, "cifar10": 5000, "digits": 200}
 _OUT_OF_DOMAIN = {"mnist": "notmnist", "digits": "glyphs"}
 _NUM_TEST_DIGITS = 397
 _DIGITS = tuple("0123456789")
-_LETTERS = tuple("ABCDEFGHIJ")
 _OBJECTS = ("airplane", "automobile", "bird", "cat", "deer", "dog", "frog", "horse", "ship", "truck")
 
 
@@ -38,9 +37,14 @@ _OBJECTS = ("airplane", "automobile", "bird", "cat", "deer", "dog", "frog", "hor
 class Split:
     """Images `(N, C, H, W)`, uint8, and labels `(N,)`, int64, that index into the names of the classes.
 
-    >>> split = load_split("digits", "test")
-    >>> len(split), split.images.shape, split.classes[:3]
-    (397, torch.Size([397, 1, 28, 28]), ('0', '1', '2'))
+    A slice or a tensor of indices takes some of the images with their labels.
+
+    Example:
+        >>> split = load_split("digits", "test")
+        >>> len(split), split.images.shape, split.classes[:3]
+        (397, torch.Size([397, 1, 28, 28]), ('0', '1', '2'))
+        >>> len(split[:20])
+        20
     """
 
     name: str
@@ -51,9 +55,12 @@ class Split:
     def __len__(self) -> int:
         return len(self.labels)
 
+    def __getitem__(self, index: slice | Tensor) -> "Split":
+        return replace(self, images=self.images[index], labels=self.labels[index])
+
 
 def load_split(data: str, part: Part, *, folder: Path | None = None, class_seed: int | None = None) -> Split:
-    """Load one part of a data set; what is published elsewhere is fetched into the cache the first time.
+    """Loads one part of a data set; what is published elsewhere is fetched into the cache the first time.
 
     | data       | train  | validation | test   | out-of-domain                              |
     | ---------- | ------ | ---------- | ------ | ------------------------------------------ |
@@ -86,15 +93,16 @@ def load_split(data: str, part: Part, *, folder: Path | None = None, class_seed:
         whole = _LOADERS[data](True, folder)
         order = torch.randperm(len(whole), generator=torch.Generator().manual_seed(_SPLIT_SEED))
         held_out, rest = order.split([_NUM_VALIDATION[data], len(whole) - _NUM_VALIDATION[data]])
-        return _take(whole, (held_out if part == "validation" else rest).sort().values)
+        return whole[(held_out if part == "validation" else rest).sort().values]
     raise DataError(f"Expected a part of {', '.join(list_data())}; got {part!r} of {data!r}.")
 
 
 def draw_known_classes(seed: int | None = None) -> tuple[int, ...]:
-    """Return which five of CIFAR-10's classes are known: the first five, or five drawn by a seed.
+    """Returns which five of CIFAR-10's classes are known: the first five, or five drawn by a seed.
 
-    >>> draw_known_classes()
-    (0, 1, 2, 3, 4)
+    Example:
+        >>> draw_known_classes()
+        (0, 1, 2, 3, 4)
     """
     if seed is None:
         return tuple(range(5))
@@ -102,25 +110,27 @@ def draw_known_classes(seed: int | None = None) -> tuple[int, ...]:
 
 
 def list_data() -> dict[str, bool]:
-    """Return the name of each data set and whether it can be loaded without a download. Changes nothing."""
+    """Returns the name of each data set and whether it can be loaded without a download. Changes nothing."""
     ready = {name: is_cached(publication) for name, publication in PUBLICATIONS.items()}
     return {**ready, "cifar5": ready["cifar10"], "digits": True, "glyphs": True}
 
 
 def to_inputs(images: Tensor) -> Tensor:
-    """Turn uint8 pixels into what a network takes: float32 in [0, 1]. Changes nothing.
+    """Turns uint8 pixels into what a network takes: float32 in [0, 1]. Changes nothing.
 
-    >>> to_inputs(torch.tensor([0, 51, 255], dtype=torch.uint8))
-    tensor([0.0000, 0.2000, 1.0000])
+    Example:
+        >>> to_inputs(torch.tensor([0, 51, 255], dtype=torch.uint8))
+        tensor([0.0000, 0.2000, 1.0000])
     """
     return images.float().div_(255)
 
 
 def decode_idx(content: bytes) -> Tensor:
-    """Decode an idx file of unsigned bytes: two zeros, type 8, the number of dimensions, each size, the values.
+    """Decodes an idx file of unsigned bytes: two zeros, type 8, the number of dimensions, each size, the values.
 
-    >>> decode_idx(bytes([0, 0, 8, 1, 0, 0, 0, 3, 7, 8, 9]))
-    tensor([7, 8, 9], dtype=torch.uint8)
+    Example:
+        >>> decode_idx(bytes([0, 0, 8, 1, 0, 0, 0, 3, 7, 8, 9]))
+        tensor([7, 8, 9], dtype=torch.uint8)
     """
     if len(content) < 4 or content[:3] != b"\0\0\x08" or not 1 <= content[3] <= 4:
         raise DataError(f"Expected an idx file of unsigned bytes, got one that begins {content[:4].hex(' ')!r}.")
@@ -144,7 +154,7 @@ def _load_notmnist(train: bool, folder: Path | None) -> Split:
     files = fetch(PUBLICATIONS["notmnist"], folder=folder)
     images = decode_idx(gzip.decompress(files["t10k-images-idx3-ubyte.gz"]))[:, None]  # (N, 1, 28, 28)
     labels = decode_idx(gzip.decompress(files["t10k-labels-idx1-ubyte.gz"])).long()
-    return Split("notmnist", images, labels, _LETTERS)
+    return Split("notmnist", images, labels, LETTERS)
 
 
 def _load_cifar10(train: bool, folder: Path | None) -> Split:
@@ -159,11 +169,11 @@ def _load_cifar10(train: bool, folder: Path | None) -> Split:
 def _load_digits(train: bool, folder: Path | None) -> Split:
     whole = Split("digits", *load_digits(), _DIGITS)
     order = torch.randperm(len(whole), generator=torch.Generator().manual_seed(_SPLIT_SEED))
-    return _take(whole, order[_NUM_TEST_DIGITS:] if train else order[:_NUM_TEST_DIGITS])
+    return whole[order[_NUM_TEST_DIGITS:] if train else order[:_NUM_TEST_DIGITS]]
 
 
 def _load_glyphs(train: bool, folder: Path | None) -> Split:
-    return Split("glyphs", *render_glyphs(), _LETTERS)
+    return Split("glyphs", *render_glyphs(), LETTERS)
 
 
 _LOADERS = {
@@ -175,12 +185,8 @@ _LOADERS = {
 }
 
 
-def _take(split: Split, index: Tensor) -> Split:
-    return Split(split.name, split.images[index], split.labels[index], split.classes)
-
-
 def _keep_classes(split: Split, kept: Sequence[int]) -> Split:
-    """Keep the images of some classes and number these classes anew."""
-    part = _take(split, torch.isin(split.labels, torch.tensor(kept)).nonzero()[:, 0])
+    """Keeps the images of some classes and numbers these classes anew."""
+    part = split[torch.isin(split.labels, torch.tensor(kept)).nonzero()[:, 0]]
     labels = torch.searchsorted(torch.tensor(kept), part.labels)
     return Split("cifar5", part.images, labels, tuple(split.classes[index] for index in kept))

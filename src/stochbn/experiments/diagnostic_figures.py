@@ -184,7 +184,8 @@ def _entropy_text(value: float) -> str:
 def short_name(layer: str) -> str:
     """Returns a layer's name without the part that all share.
 
-    >>> short_name("conv1.norm")
-    'conv1'
+    Example:
+        >>> short_name("conv1.norm")
+        'conv1'
     """
     return layer.removesuffix(".norm")

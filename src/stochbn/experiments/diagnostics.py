@@ -12,7 +12,7 @@ from torch import Tensor, nn
 import stochbn
 from stochbn.batches import mini_batches
 from stochbn.experiments.data import Split, to_inputs
-from stochbn.experiments.inference import DRAW_SEED, fit, input_batches, subset, training_batches
+from stochbn.experiments.inference import DRAW_SEED, fit, input_batches, predict, training_batches
 from stochbn.experiments.predictions import PARTS, File, average, pack, unpack
 from stochbn.experiments.recipes import Recipe
 from stochbn.statistics import BatchNormalization, evaluating, find_layers
@@ -23,8 +23,8 @@ NUM_BOUND = 500
 NUM_CURVE = 2000
 SAMPLE_COUNTS = (1, 2, 3, 5, 10, 20, 30, 50, 100)
 BATCH_SIZES = (4, 8, 16, 32, 64, 128)
-NUM_SHOWN_CHANNELS = 3
-GALLERY_SIZE = 12
+_NUM_SHOWN_CHANNELS = 3
+_GALLERY_SIZE = 12
 
 
 def measure(
@@ -39,14 +39,14 @@ def measure(
         console.print(f"{recipe.name} seed 0: {what}", highlight=False)
 
     say("batch statistics against r(μ) and r(σ), Appendix B")
-    statistics, header["statistics"] = compare_statistics(network, splits["train"], recipe)
+    statistics, header["statistics"] = _compare_statistics(network, splits["train"], recipe)
     tensors |= statistics
     num_exact = min(NUM_EXACT, len(splits["test"]) // 4)
     say(f"exact inference on {num_exact} inputs of each part, eq. 3")
     tensors |= _infer_exactly(network, recipe, splits, num_exact, num_samples=num_samples, progress=progress)
     say("the lower bound and its gap, Appendix A")
     header["bound"] = _bound(network, recipe, splits["train"], num_samples=num_samples, progress=progress)
-    parts = {part: subset(splits[part], 0, NUM_CURVE) for part in PARTS}
+    parts = {part: splits[part][:NUM_CURVE] for part in PARTS}
     say("the number of samples S")
     stats = fit(network, splits["train"], recipe, progress=progress)
     header["by_samples"] = _by_samples(network, stats, parts, progress=progress)
@@ -57,7 +57,9 @@ def measure(
     return File(header, tensors)
 
 
-def compare_statistics(network: nn.Module, training: Split, recipe: Recipe) -> tuple[dict[str, Tensor], dict[str, Any]]:
+def _compare_statistics(
+    network: nn.Module, training: Split, recipe: Recipe
+) -> tuple[dict[str, Tensor], dict[str, Any]]:
     """Collects every mini-batch's statistics and measures how far r(μ) and r(σ) are from them, by channel.
 
     The Kolmogorov-Smirnov distance is between the empirical distribution and the fitted Normal, of the batch mean and
@@ -84,7 +86,7 @@ def compare_statistics(network: nn.Module, training: Split, recipe: Recipe) -> t
         for kind, channel in zip(*np.nonzero(std.numpy() > 0), strict=True):
             standardised = (values[:, kind, channel] - centre[kind, channel]) / std[kind, channel]
             distances[kind, channel] = scipy_stats.kstest(standardised, "norm").statistic
-        channels = torch.linspace(0, values.shape[2] - 1, NUM_SHOWN_CHANNELS).long()
+        channels = torch.linspace(0, values.shape[2] - 1, _NUM_SHOWN_CHANNELS).long()
         tensors[f"statistics/{name}/ks"] = torch.from_numpy(distances)
         tensors[f"statistics/{name}/channels"] = channels
         tensors[f"statistics/{name}/observed"] = values[:, :, channels].float()
@@ -98,7 +100,7 @@ def _infer_exactly(
 ) -> dict[str, Tensor]:
     tensors: dict[str, Tensor] = {}
     for part in PARTS:
-        some = subset(splits[part], 0, num_inputs)
+        some = splits[part][:num_inputs]
         prediction = stochbn.exact_predict(
             network,
             training_batches(splits["train"], recipe),
@@ -117,7 +119,7 @@ def _infer_exactly(
 def _bound(network: nn.Module, recipe: Recipe, training: Split, *, num_samples: int, progress: bool) -> dict[str, Any]:
     """Estimates the bound on training examples that are not among the mini-batches', before and after training."""
     count = min(NUM_BOUND, len(training) // 10)
-    examples, rest = subset(training, 0, count), subset(training, count)
+    examples, rest = training[:count], training[count:]
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(0)
         untrained = recipe.build_network()
@@ -142,12 +144,10 @@ def _by_samples(
 ) -> list[dict[str, float]]:
     """Scores the averages over the first 1, 2, … of the same draws."""
     count = max(SAMPLE_COUNTS)
-    samples = {}
-    for part, split in parts.items():
-        batches = input_batches(split)
-        samples[part] = stochbn.predict(
-            network, stats, batches, num_samples=count, seed=DRAW_SEED, progress=progress
-        ).samples
+    samples = {
+        part: predict(network, stats, split, num_samples=count, keep_samples=True, progress=progress).samples
+        for part, split in parts.items()
+    }
     rows = []
     for size in SAMPLE_COUNTS:
         probs = {part: values[:size].mean(0) for part, values in samples.items() if values is not None}
@@ -168,15 +168,7 @@ def _by_batch_size(
     for size in BATCH_SIZES:
         stats = fit(network, training, recipe, batch_size=size, progress=progress)
         probs = {
-            part: stochbn.predict(
-                network,
-                stats,
-                input_batches(split),
-                num_samples=num_samples,
-                seed=DRAW_SEED,
-                keep_samples=False,
-                progress=progress,
-            ).probs
+            part: predict(network, stats, split, num_samples=num_samples, progress=progress).probs
             for part, split in parts.items()
         }
         rows.append({"batch_size": size, **_scores(probs, parts["test"].labels)})
@@ -202,7 +194,7 @@ def pick_gallery(files: list[File], splits: dict[str, Split]) -> File:
         probs, _ = average([unpack(file, "sbn", part) for file in files])
         entropy = stochbn.entropy(probs)
         order = entropy.argsort()
-        for group, index in (("certain", order[:GALLERY_SIZE]), ("uncertain", order.flip(0)[:GALLERY_SIZE])):
+        for group, index in (("certain", order[:_GALLERY_SIZE]), ("uncertain", order.flip(0)[:_GALLERY_SIZE])):
             tensors[f"gallery/{group} {part}/images"] = splits[part].images[index]
             tensors[f"gallery/{group} {part}/entropy"] = entropy[index].float()
             tensors[f"gallery/{group} {part}/predicted"] = probs[index].argmax(1).to(torch.uint8)

@@ -13,7 +13,8 @@ from PIL import Image, ImageDraw, ImageFont
 from torch import Tensor
 from torch.nn import functional as F
 
-SIZE = 28
+LETTERS = tuple("ABCDEFGHIJ")
+_SIZE = 28
 _SCALE = 4  # letters are drawn this much larger and then averaged down, for smooth edges
 _FONTS = (
     *(f"DejaVuSans{style}" for style in ("", "-Bold", "-Oblique", "-BoldOblique")),
@@ -25,38 +26,40 @@ _FONTS = (
 
 
 def load_digits() -> tuple[Tensor, Tensor]:
-    """Return scikit-learn's 1,797 digits as images `(N, 1, 28, 28)`, uint8, and labels `(N,)`.
+    """Returns scikit-learn's 1,797 digits as images `(N, 1, 28, 28)`, uint8, and labels `(N,)`.
 
     They are 8 × 8 with 17 levels of grey; enlarged by bicubic interpolation.
 
-    >>> images, labels = load_digits()
-    >>> images.shape, labels[:3].tolist()
-    (torch.Size([1797, 1, 28, 28]), [0, 1, 2])
+    Example:
+        >>> images, labels = load_digits()
+        >>> images.shape, labels[:3].tolist()
+        (torch.Size([1797, 1, 28, 28]), [0, 1, 2])
     """
     digits = sklearn.datasets.load_digits()
     images = torch.from_numpy(digits.images).float()[:, None] * (255 / 16)
-    images = F.interpolate(images, size=(SIZE, SIZE), mode="bicubic", align_corners=False)
+    images = F.interpolate(images, size=(_SIZE, _SIZE), mode="bicubic", align_corners=False)
     return images.round().clamp(0, 255).to(torch.uint8), torch.from_numpy(digits.target).long()
 
 
 def render_glyphs(num_images: int = 1000, seed: int = 0) -> tuple[Tensor, Tensor]:
-    """Draw letters A to J in turn, in a random font, size, place and rotation.
+    """Draws letters A to J in turn, in a random font, size, place and rotation.
 
     The same seed gives the same letters, and more of them begin with the fewer.
 
     Returns:
         Images `(N, 1, 28, 28)`, uint8, and labels `(N,)`, 0 for A.
 
-    >>> images, labels = render_glyphs(20)
-    >>> images.shape, labels[:3].tolist()
-    (torch.Size([20, 1, 28, 28]), [0, 1, 2])
+    Example:
+        >>> images, labels = render_glyphs(20)
+        >>> images.shape, labels[:3].tolist()
+        (torch.Size([20, 1, 28, 28]), [0, 1, 2])
     """
     random = np.random.default_rng(seed)
     folder = Path(matplotlib.get_data_path(), "fonts", "ttf")
-    labels = np.arange(num_images) % 10
+    labels = np.arange(num_images) % len(LETTERS)
     fonts = {name: ImageFont.truetype(folder / f"{name}.ttf", 160) for name in _FONTS}
-    images = [_draw("ABCDEFGHIJ"[label], fonts[random.choice(_FONTS)], random) for label in labels]
-    stacked = np.stack(images)[:, None] if images else np.zeros((0, 1, SIZE, SIZE), np.uint8)
+    images = [_draw(LETTERS[label], fonts[random.choice(_FONTS)], random) for label in labels]
+    stacked = np.stack(images)[:, None] if images else np.zeros((0, 1, _SIZE, _SIZE), np.uint8)
     return torch.from_numpy(stacked), torch.from_numpy(labels)
 
 
@@ -69,8 +72,8 @@ def _draw(letter: str, font: ImageFont.FreeTypeFont, random: np.random.Generator
 
     scale = random.uniform(22, 28) * _SCALE / max(tight.size)
     tight = tight.resize((max(1, round(tight.width * scale)), max(1, round(tight.height * scale))))
-    canvas = Image.new("L", (SIZE * _SCALE, SIZE * _SCALE))
+    canvas = Image.new("L", (_SIZE * _SCALE, _SIZE * _SCALE))
     shift = random.uniform(-2, 2, size=2) * _SCALE
     corner = [round((canvas.width - side) / 2 + move) for side, move in zip(tight.size, shift, strict=True)]
     canvas.paste(tight, (corner[0], corner[1]))
-    return np.asarray(canvas.resize((SIZE, SIZE), Image.Resampling.BOX))
+    return np.asarray(canvas.resize((_SIZE, _SIZE), Image.Resampling.BOX))

@@ -49,8 +49,9 @@ _MIN_IN_BIN = 20
 def render(figure: Figure) -> dict[str, bytes]:
     """Returns the figure as PNG and SVG, by file ending; the same bytes every time.
 
-    >>> render(Figure(figsize=(1, 1)))["png"][1:4]
-    b'PNG'
+    Example:
+        >>> render(Figure(figsize=(1, 1)))["png"][1:4]
+        b'PNG'
     """
     metadata: dict[str, dict[str, Any]] = {"png": {"Software": None}, "svg": {"Date": None, "Creator": None}}
     files = {}
@@ -119,12 +120,13 @@ def draw_reliability(results: Results) -> Figure:
 def bin_confidence(method: Method, results: Results) -> tuple[Values, Values, Values, Values]:
     """Returns each bin's mean confidence, accuracy, share and number of inputs, over all networks of a method.
 
-    >>> import torch
-    >>> output = {"test": Output(torch.tensor([[0.75, 0.25], [0.75, 0.25]]))}
-    >>> method = Method("SBN", (0,), (output,), (output,), "")
-    >>> results = Results({}, torch.tensor([0, 1]), {"SBN": method}, False)
-    >>> [values[11].item() for values in bin_confidence(method, results)]
-    [0.75, 0.5, 1.0, 2.0]
+    Example:
+        >>> import torch
+        >>> output = {"test": Output(torch.tensor([[0.75, 0.25], [0.75, 0.25]]))}
+        >>> method = Method("SBN", (0,), (output,), (output,), "")
+        >>> results = Results({}, torch.tensor([0, 1]), {"SBN": method}, False)
+        >>> [values[11].item() for values in bin_confidence(method, results)]
+        [0.75, 0.5, 1.0, 2.0]
     """
     pairs = [output["test"].probs.double().max(1) for output in method.outputs]
     confidence = np.concatenate([found.values.numpy() for found in pairs])
@@ -191,8 +193,9 @@ def draw_training(files: list[File]) -> Figure:
 def line(name: str) -> dict[str, Any]:
     """Returns how to draw a method's line.
 
-    >>> line("Dropout + SBN")["linestyle"]
-    '--'
+    Example:
+        >>> line("Dropout + SBN")["linestyle"]
+        '--'
     """
     return {
         "label": name,

@@ -25,15 +25,8 @@ def predict_network(
     tensors = {"labels": splits["test"].labels.to(torch.uint8)}
     for part in PARTS:
         for method, source in (("", None), ("sbn", stats)):
-            prediction = stochbn.predict(
-                network,
-                source,
-                input_batches(splits[part]),
-                num_samples=num_samples,
-                seed=DRAW_SEED,
-                dropout=dropout,
-                keep_samples=False,
-                progress=progress,
+            prediction = predict(
+                network, source, splits[part], num_samples=num_samples, dropout=dropout, progress=progress
             )
             name = "+".join(filter(None, ("dropout" if dropout else "", method))) or "plain"
             tensors |= pack(prediction, name, part)
@@ -61,6 +54,29 @@ def fit(
         )
 
 
+def predict(
+    network: nn.Module,
+    stats: stochbn.Factorized | None,
+    split: Split,
+    *,
+    num_samples: int,
+    dropout: bool = False,
+    keep_samples: bool = False,
+    progress: bool = False,
+) -> stochbn.Prediction:
+    """Predicts a whole split, by the draws that every measurement shares; without `stats` there is no SBN."""
+    return stochbn.predict(
+        network,
+        stats,
+        input_batches(split),
+        num_samples=num_samples,
+        seed=DRAW_SEED,
+        dropout=dropout,
+        keep_samples=keep_samples,
+        progress=progress,
+    )
+
+
 def training_batches(training: Split, recipe: Recipe) -> Iterator[Tensor]:
     """Yields the training inputs in a fixed random order, in batches that are larger than mini-batches."""
     order = torch.randperm(len(training), generator=torch.Generator().manual_seed(DRAW_SEED))
@@ -72,8 +88,3 @@ def training_batches(training: Split, recipe: Recipe) -> Iterator[Tensor]:
 def input_batches(split: Split, size: int = _INFERENCE_BATCH) -> list[Tensor]:
     """Returns a split's inputs in batches."""
     return [to_inputs(images) for images in split.images.split(size)]
-
-
-def subset(split: Split, start: int, stop: int | None = None) -> Split:
-    """Returns a run of a split's images."""
-    return Split(split.name, split.images[start:stop], split.labels[start:stop], split.classes)

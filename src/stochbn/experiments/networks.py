@@ -11,14 +11,15 @@ from torch.nn import functional as F
 
 
 def lenet5(num_classes: int = 10, in_channels: int = 1, *, width: float = 1.0, dropout: float = 0.0) -> nn.Sequential:
-    """Build LeNet-5 for 28 × 28 images: 20 and 50 channels of 5 × 5, then 500 units.
+    """Builds LeNet-5 for 28 × 28 images: 20 and 50 channels of 5 × 5, then 500 units.
 
     Batch norm and ReLU follow each of the three, 2 × 2 max pooling each convolution, dropout closes each block.
     The batch-norm layers are `conv1.norm`, `conv2.norm` and `fc.norm`.
 
-    >>> import torch
-    >>> lenet5()(torch.zeros(2, 1, 28, 28)).shape
-    torch.Size([2, 10])
+    Example:
+        >>> import torch
+        >>> lenet5()(torch.zeros(2, 1, 28, 28)).shape
+        torch.Size([2, 10])
     """
     channels1, channels2, units = (_scale(n, width) for n in (20, 50, 500))
     return nn.Sequential(
@@ -33,13 +34,14 @@ def lenet5(num_classes: int = 10, in_channels: int = 1, *, width: float = 1.0, d
 
 
 def vgg11(num_classes: int = 10, in_channels: int = 3, *, width: float = 1.0, dropout: float = 0.0) -> nn.Sequential:
-    """Build VGG-11 for 32 × 32 images: eight 3 × 3 convolutions, five of them followed by pooling, one linear head.
+    """Builds VGG-11 for 32 × 32 images: eight 3 × 3 convolutions, five of them followed by pooling, one linear head.
 
     Dropout, if any, follows each pooling.
 
-    >>> import torch
-    >>> vgg11(5, width=0.125)(torch.zeros(2, 3, 32, 32)).shape
-    torch.Size([2, 5])
+    Example:
+        >>> import torch
+        >>> vgg11(5, width=0.125)(torch.zeros(2, 3, 32, 32)).shape
+        torch.Size([2, 5])
     """
     layers: OrderedDict[str, nn.Module] = OrderedDict()
     plan = [
@@ -63,11 +65,12 @@ def vgg11(num_classes: int = 10, in_channels: int = 3, *, width: float = 1.0, dr
 
 
 def resnet18(num_classes: int = 10, in_channels: int = 3, *, width: float = 1.0) -> nn.Sequential:
-    """Build ResNet-18 for 32 × 32 images: a 3 × 3 stem without pooling, then four stages of two residual blocks.
+    """Builds ResNet-18 for 32 × 32 images: a 3 × 3 stem without pooling, then four stages of two residual blocks.
 
-    >>> import torch
-    >>> resnet18(5, width=0.125)(torch.zeros(2, 3, 32, 32)).shape
-    torch.Size([2, 5])
+    Example:
+        >>> import torch
+        >>> resnet18(5, width=0.125)(torch.zeros(2, 3, 32, 32)).shape
+        torch.Size([2, 5])
     """
     layers: OrderedDict[str, nn.Module] = OrderedDict()
     channels = _scale(64, width)
@@ -88,9 +91,10 @@ def resnet18(num_classes: int = 10, in_channels: int = 3, *, width: float = 1.0)
 class ResidualBlock(nn.Module):
     """Two 3 × 3 convolutions with batch norm around a shortcut, which is a 1 × 1 convolution where shapes differ.
 
-    >>> import torch
-    >>> ResidualBlock(4, 8, stride=2)(torch.zeros(1, 4, 6, 6)).shape
-    torch.Size([1, 8, 3, 3])
+    Example:
+        >>> import torch
+        >>> ResidualBlock(4, 8, stride=2)(torch.zeros(1, 4, 6, 6)).shape
+        torch.Size([1, 8, 3, 3])
     """
 
     def __init__(self, in_channels: int, out_channels: int, stride: int) -> None:

@@ -7,7 +7,7 @@ logarithm is near 0 and keeps three digits, so a mean NLL is good to 0.05 %.
 import json
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
 import safetensors
 import torch
@@ -15,10 +15,9 @@ from safetensors.torch import save
 from torch import Tensor
 
 from stochbn import Prediction
+from stochbn.experiments.data import Part
 from stochbn.experiments.sources import DataError, write_atomically
 
-Method = Literal["plain", "sbn", "dropout", "dropout+sbn"]
-Part = Literal["test", "out-of-domain"]
 PARTS: tuple[Part, ...] = ("test", "out-of-domain")
 
 

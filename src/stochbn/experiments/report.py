@@ -7,42 +7,26 @@ the same bytes.
 """
 
 import base64
-import csv
-import io
 import json
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, replace
 from importlib.resources import files as package_files
 from pathlib import Path
 from typing import Any
 
 import jinja2
 from matplotlib.figure import Figure
-from rich import box
 from rich.console import Console
-from rich.table import Table
 
 from stochbn.experiments import diagnostic_figures, figures
+from stochbn.experiments.claims import check_claims
+from stochbn.experiments.paper import Papers, compare
 from stochbn.experiments.predictions import File, diagnostics_path
 from stochbn.experiments.recipes import EXPERIMENTS
-from stochbn.experiments.scores import (
-    METRICS,
-    Claim,
-    Method,
-    PaperScore,
-    Results,
-    Score,
-    check_claims,
-    collect,
-    compare,
-    score,
-    select_exact,
-)
+from stochbn.experiments.scores import METRICS, Method, Results, Score, collect, score, select_exact
 from stochbn.experiments.sources import DataError, write_atomically
+from stochbn.experiments.tables import claims_table, print_tables, rounded, table_1, table_2, to_csv, to_markdown
 
-Scores = dict[str, dict[str, Score]]
-Papers = dict[str, dict[str, PaperScore]]
-
-NAMES = {
+_NAMES = {
     "lenet5": "LeNet-5",
     "vgg11": "VGG-11",
     "resnet18": "ResNet-18",
@@ -51,17 +35,6 @@ NAMES = {
     "cifar5": "CIFAR5",
     "digits": "Digits",
 }
-_TABLE_1 = ("error_percent", "nll", "entropy_out_of_domain")
-_VERDICTS = {True: "holds", False: "does not hold", None: "not measured"}
-
-
-@dataclass(frozen=True)
-class Grid:
-    """A table as text; `best` marks the cells, by row and column, that are best in their row."""
-
-    header: list[str]
-    rows: list[list[str]]
-    best: frozenset[tuple[int, int]] = frozenset()
 
 
 def write_report(folder: Path, *, console: Console | None = None) -> Path:
@@ -85,7 +58,7 @@ def write_report(folder: Path, *, console: Console | None = None) -> Path:
     claims = check_claims(results, scores)
     exact = select_exact(results, diagnostics) if diagnostics else None
     exact_scores = score(exact) if exact else {}
-    provenance, measured = describe_provenance(files, results), summarise(diagnostics)
+    provenance, measured = _describe_provenance(files, results), _summarise(diagnostics)
     numbers = {
         "experiment": results.header["experiment"],
         "provenance": provenance,
@@ -96,14 +69,14 @@ def write_report(folder: Path, *, console: Console | None = None) -> Path:
         "diagnostics": measured,
     }
     first, second, third = table_1(results, scores, papers), table_2(scores), claims_table(claims)
-    notes = describe_notes(results, bool(papers))
+    notes = _describe_notes(results, bool(papers))
     images = _write_figures(folder / "figures", draw_all(results, files, diagnostics))
     text = {
-        "scores.json": json.dumps(_rounded(numbers), indent=1, ensure_ascii=False) + "\n",
+        "scores.json": json.dumps(rounded(numbers), indent=1, ensure_ascii=False) + "\n",
         "table.csv": to_csv(results, scores, papers),
         "table.md": "\n\n".join([*map(to_markdown, (first, second, third)), *notes]) + "\n",
-        "report.html": render_page(
-            title=describe_title(results),
+        "report.html": _render_page(
+            title=_describe_title(results),
             header=results.header,
             first=first,
             second=second,
@@ -122,8 +95,7 @@ def write_report(folder: Path, *, console: Console | None = None) -> Path:
     }
     for name, content in text.items():
         write_atomically(folder / name, content.encode())
-    _print(console, describe_title(results), scores, papers, claims)
-    console.print(f"Report: {folder / 'report.html'}", soft_wrap=True, highlight=False, markup=False)
+    print_tables(console, _describe_title(results), scores, papers, claims)
     return folder / "report.html"
 
 
@@ -169,91 +141,7 @@ def draw_all(results: Results, files: list[File], diagnostics: File | None) -> d
     return drawn
 
 
-def table_1(results: Results, scores: Scores, papers: Papers) -> Grid:
-    """Lays out the paper's Table 1 and its median out-of-domain entropies, a row for each method: ours, then theirs."""
-    metrics = [
-        metric for metric in METRICS if metric.key in _TABLE_1 and any(metric.key in row for row in scores.values())
-    ]
-    header = ["Method", "Networks"]
-    for metric in metrics:
-        header += [metric.label, "paper", "ours is"] if papers else [metric.label]
-    rows = []
-    for name, method in results.methods.items():
-        row = [name, f"{len(method.seeds)}{' together' if name.startswith('Deep') else ''}"]
-        for metric in metrics:
-            row.append(_text(scores[name].get(metric.key), metric.digits))
-            theirs = papers.get(name, {}).get(metric.key)
-            if papers:
-                row += [_text(theirs, 3 if metric.key == "nll" else 2), theirs.verdict if theirs else "—"]
-        rows.append(row)
-    return Grid(header, rows)
-
-
-def table_2(scores: Scores) -> Grid:
-    """Lays out every metric in a row, every method in a column."""
-    metrics = [metric for metric in METRICS if any(metric.key in row for row in scores.values())]
-    rows, best = [], set()
-    for metric in metrics:
-        found = [row.get(metric.key) for row in scores.values()]
-        rows.append([metric.label, *(_text(one, metric.digits) for one in found)])
-        values = [round(one.value, metric.digits) for one in found if one]
-        if metric.better:
-            target = min(values) if metric.better == "lower" else max(values)
-            best |= {
-                (len(rows) - 1, column)
-                for column, one in enumerate(found, 1)
-                if one and round(one.value, metric.digits) == target
-            }
-    return Grid(["", *scores], rows, frozenset(best))
-
-
-def claims_table(claims: list[Claim]) -> Grid:
-    """Lays out the claims: what the paper says, whether it holds here, the numbers."""
-    return Grid(
-        ["The paper's claim", "Here", "Measured"], [[c.statement, _VERDICTS[c.holds], c.evidence] for c in claims]
-    )
-
-
-def to_markdown(grid: Grid) -> str:
-    """Returns a table in Markdown, the best cells in bold.
-
-    >>> print(to_markdown(Grid(["", "SBN"], [["NLL", "0.02"]], frozenset({(0, 1)}))))
-    |  | SBN |
-    | --- | --- |
-    | NLL | **0.02** |
-    """
-    lines = [grid.header, ["---"] * len(grid.header)]
-    for i, row in enumerate(grid.rows):
-        lines.append([f"**{cell}**" if (i, j) in grid.best else cell for j, cell in enumerate(row)])
-    return "\n".join(f"| {' | '.join(cell.replace('|', chr(92) + '|') for cell in line)} |" for line in lines)
-
-
-def to_csv(results: Results, scores: Scores, papers: Papers) -> str:
-    """Returns every number in a line of its own, with what it is over and the paper's beside it."""
-    buffer = io.StringIO()
-    writer = csv.writer(buffer, lineterminator="\n")
-    writer.writerow(["method", "metric", "value", "std", "std_over", "n", "seeds", "paper", "paper_std", "ours_is"])
-    for name, row in scores.items():
-        method = results.methods[name]
-        for key, found in row.items():
-            theirs = papers.get(name, {}).get(key)
-            writer.writerow(
-                [
-                    *(
-                        name,
-                        key,
-                        _rounded(found.value),
-                        _rounded(found.std),
-                        "" if found.std is None else method.spread,
-                    ),
-                    *(found.num_inputs, " ".join(map(str, method.seeds))),
-                    *((theirs.value, theirs.std, theirs.verdict) if theirs else ("", "", "")),
-                ]
-            )
-    return buffer.getvalue()
-
-
-def summarise(diagnostics: File | None) -> dict[str, Any]:
+def _summarise(diagnostics: File | None) -> dict[str, Any]:
     """Returns the numbers of the diagnostics, the distances of a layer's channels as median, maximum and count."""
     if diagnostics is None:
         return {}
@@ -273,7 +161,7 @@ def summarise(diagnostics: File | None) -> dict[str, Any]:
     return numbers
 
 
-def describe_provenance(files: list[File], results: Results) -> dict[str, Any]:
+def _describe_provenance(files: list[File], results: Results) -> dict[str, Any]:
     """Returns by what the numbers were made: commands, commits, versions, seeds, counts."""
     headers = [file.header for file in files]
     first = next(iter(results.methods.values())).outputs[0]
@@ -295,7 +183,7 @@ def describe_provenance(files: list[File], results: Results) -> dict[str, Any]:
     }
 
 
-def describe_notes(results: Results, has_paper: bool) -> list[str]:
+def _describe_notes(results: Results, has_paper: bool) -> list[str]:
     """Returns what a reader of the tables must know."""
     notes = []
     if any(len(method.outputs) > 1 for method in results.methods.values()):
@@ -322,18 +210,18 @@ def describe_notes(results: Results, has_paper: bool) -> list[str]:
     return notes
 
 
-def describe_title(results: Results) -> str:
+def _describe_title(results: Results) -> str:
     """Returns the networks and the data, as a title."""
     header = results.header
-    network = NAMES.get(header["experiment"], header["experiment"])
-    data, other = (NAMES.get(header[key], header[key]) for key in ("data", "out_of_domain"))
+    network = _NAMES.get(header["experiment"], header["experiment"])
+    data, other = (_NAMES.get(header[key], header[key]) for key in ("data", "out_of_domain"))
     known = network if data == network else f"{network}, {data}"
     if not results.has_out_of_domain:
         return known
     return f"{known} against {'its hidden classes' if other == data else other}"
 
 
-def render_page(**content: Any) -> str:
+def _render_page(**content: Any) -> str:
     """Renders the page, which needs nothing outside itself."""
     environment = jinja2.Environment(
         autoescape=True, undefined=jinja2.StrictUndefined, trim_blocks=True, lstrip_blocks=True
@@ -357,34 +245,6 @@ def _write_figures(folder: Path, drawn: dict[str, Figure]) -> dict[str, str]:
     return images
 
 
-def _print(console: Console, title: str, scores: Scores, papers: Papers, claims: list[Claim]) -> None:
-    """Prints the main scores, 80 columns wide, under each the paper's, and the claims."""
-    table = Table(title=title, title_justify="left")
-    table.box, table.show_edge, table.pad_edge, table.padding = box.SIMPLE_HEAD, False, False, (0, 1, 0, 0)
-    table.add_column("Method")
-    columns = {
-        "error_percent": "Error, %",
-        "nll": "NLL",
-        "entropy_out_of_domain": "OOD entropy",
-        "auroc_entropy": "AUROC",
-    }
-    digits = {"error_percent": (2, 2), "nll": (4, 3), "entropy_out_of_domain": (3, 2), "auroc_entropy": (3, 3)}
-    columns = {key: label for key, label in columns.items() if any(key in row for row in scores.values())}
-    for label in columns.values():
-        table.add_column(label)
-    for name, row in scores.items():
-        table.add_row(name, *(_text(row[key], digits[key][0]) for key in columns))
-        if papers.get(name):
-            table.add_row(
-                "  paper", *(_text(papers[name].get(key), digits[key][1], "") for key in columns), style="dim"
-            )
-    console.print(table)
-    colours = {True: "green", False: "red", None: "yellow"}
-    for claim in claims:
-        console.print(f"[{colours[claim.holds]}]{_VERDICTS[claim.holds]}[/]  {claim.statement}", highlight=False)
-        console.print(f"[dim]  {claim.evidence}[/]", highlight=False)
-
-
 def _describe(method: Method, scores: dict[str, Score], papers: Papers) -> dict[str, Any]:
     theirs = papers.get(method.name, {})
     return {
@@ -398,20 +258,3 @@ def _describe(method: Method, scores: dict[str, Score], papers: Papers) -> dict[
 def _shown_layers(layers: list[str]) -> list[str]:
     """Returns up to three layers: the first, the middle and the last."""
     return [layers[i] for i in sorted({0, len(layers) // 2, len(layers) - 1})] if layers else []
-
-
-def _text(found: Score | PaperScore | None, digits: int, missing: str = "—") -> str:
-    if found is None:
-        return missing
-    return f"{found.value:.{digits}f}" + ("" if found.std is None else f" ± {found.std:.{digits}f}")
-
-
-def _rounded(value: Any) -> Any:
-    """Rounds every float to 6 digits: more would be noise, and differ between machines."""
-    if isinstance(value, float):
-        return float(f"{value:.6g}")
-    if isinstance(value, dict):
-        return {key: _rounded(item) for key, item in value.items()}
-    if isinstance(value, (list, tuple)):
-        return [_rounded(item) for item in value]
-    return value

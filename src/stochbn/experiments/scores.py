@@ -1,11 +1,10 @@
-"""Predictions → every number of the report, the paper's beside them, and the paper's claims checked. Pure functions.
+"""Predictions → every number of the report. Pure functions.
 
 A method that needs one network is scored on each seed's: the mean, ± the standard deviation over seeds. Deep Ensembles
 are one ensemble of all plain networks: its score, ± the standard deviation over the ensembles that leave one out.
 """
 
-import math
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Any, Literal
@@ -51,30 +50,6 @@ METRICS = (
     Metric("fpr95_information", "FPR95, mutual information", 4, "lower", PARTS, "by the draws' disagreement"),
 )
 
-# Table 1 as printed: error in % and NLL, each with its ±; then the median out-of-domain entropy, read off the plots.
-_PAPER: dict[str, dict[str, tuple[float, float, float, float, float]]] = {
-    "lenet5": {
-        "SBN": (0.53, 0.05, 0.025, 0.003, 0.03),
-        "Deep Ensembles": (0.43, 0.0, 0.015, 0.001, 0.56),
-        "Deep Ensembles + SBN": (0.43, 0.0, 0.014, 0.001, 0.58),
-        "Dropout": (0.51, 0.0, 0.016, 0.0, 0.68),
-        "Dropout + SBN": (0.49, 0.0, 0.015, 0.0, 0.70),
-    },
-    "vgg11": {
-        "SBN": (5.76, 0.0, 0.302, 0.002, 0.02),
-        "Deep Ensembles": (5.18, 0.0, 0.177, 0.004, 0.22),
-        "Deep Ensembles + SBN": (5.23, 0.0, 0.154, 0.002, 0.27),
-        "Dropout": (5.32, 0.0, 0.155, 0.001, 0.25),
-        "Dropout + SBN": (5.38, 0.0, 0.149, 0.001, 0.38),
-    },
-    "resnet18": {
-        "SBN": (4.35, 0.17, 0.255, 0.018, 0.00),
-        "Deep Ensembles": (3.37, 0.0, 0.138, 0.005, 0.17),
-        "Deep Ensembles + SBN": (3.34, 0.0, 0.110, 0.004, 0.27),
-    },
-}
-_HALF_DIGIT = {"error_percent": 0.005, "nll": 0.0005, "entropy_out_of_domain": 0.005}  # the paper's rounding
-
 
 @dataclass(frozen=True)
 class Score:
@@ -85,22 +60,7 @@ class Score:
     num_inputs: int
 
 
-@dataclass(frozen=True)
-class PaperScore:
-    """A number of the paper, its ± if it is printed, and in words where ours lies."""
-
-    value: float
-    std: float | None
-    verdict: str
-
-
-@dataclass(frozen=True)
-class Claim:
-    """A claim of the paper, whether it holds here (None: not measured), and the numbers."""
-
-    statement: str
-    holds: bool | None
-    evidence: str
+Scores = dict[str, dict[str, Score]]  # by method and metric
 
 
 @dataclass(frozen=True, eq=False)
@@ -197,8 +157,9 @@ def collect(files: Sequence[File]) -> Results:
 def measure(output: dict[str, Output], labels: Tensor) -> dict[str, float]:
     """Scores one set of predictions: every metric that its parts of the data allow.
 
-    >>> measure({"test": Output(torch.tensor([[0.8, 0.2], [0.8, 0.2]]))}, torch.tensor([0, 1]))["error_percent"]
-    50.0
+    Example:
+        >>> measure({"test": Output(torch.tensor([[0.8, 0.2], [0.8, 0.2]]))}, torch.tensor([0, 1]))["error_percent"]
+        50.0
     """
     known, strange = output["test"], output.get("out-of-domain")
     scores = {
@@ -222,8 +183,9 @@ def detect(known: Values, strange: Values) -> dict[str, float]:
 
     FPR95 is the share of known inputs at or above the highest threshold that at least 95 % of the others reach.
 
-    >>> detect(np.array([0.1, 0.2, 0.5]), np.array([0.4, 0.9]))["fpr95"]
-    0.3333333333333333
+    Example:
+        >>> detect(np.array([0.1, 0.2, 0.5]), np.array([0.4, 0.9]))["fpr95"]
+        0.3333333333333333
     """
     truth = np.repeat([0, 1], [len(known), len(strange)])
     values = np.concatenate([known, strange])
@@ -235,7 +197,7 @@ def detect(known: Values, strange: Values) -> dict[str, float]:
     }
 
 
-def score(results: Results) -> dict[str, dict[str, Score]]:
+def score(results: Results) -> Scores:
     """Scores every method: by its name and the metric's key. A metric that has no meaning for a method is left out."""
     table = {}
     for method in results.methods.values():
@@ -254,91 +216,12 @@ def score(results: Results) -> dict[str, dict[str, Score]]:
     return table
 
 
-def compare(experiment: str, scores: dict[str, dict[str, Score]]) -> dict[str, dict[str, PaperScore]]:
-    """Sets the paper's numbers beside ours: by method and metric; empty where the paper has none.
-
-    Ours is within the paper's ± if it is so after rounding as the paper does.
-
-    >>> compare("lenet5", {"SBN": {"nll": Score(0.0213, None, 10_000)}})["SBN"]["nll"].verdict
-    '0.004 lower'
-    """
-    table: dict[str, dict[str, PaperScore]] = {}
-    for name, (errors, errors_std, nlls, nlls_std, median) in _PAPER.get(experiment, {}).items():
-        printed = {
-            "error_percent": (errors, errors_std),
-            "nll": (nlls, nlls_std),
-            "entropy_out_of_domain": (median, None),
-        }
-        for key, (value, std) in printed.items():
-            if key in scores.get(name, {}):
-                difference = scores[name][key].value - value
-                within = abs(difference) <= (std or 0) + _HALF_DIGIT[key]
-                digits = 3 if key == "nll" else 2
-                verdict = f"{abs(difference):.{digits}f} {'lower' if difference < 0 else 'higher'}"
-                if within:
-                    verdict = "the same" if std is None else "within ±"
-                table.setdefault(name, {})[key] = PaperScore(value, std, verdict)
-    return table
-
-
-def check_claims(results: Results, scores: dict[str, dict[str, Score]]) -> list[Claim]:
-    """Checks what the paper concludes from its Table 1 and ECDF figures, with the numbers that decide.
-
-    A paired difference is over the test inputs, of the loss averaged over the networks, with its standard error.
-    """
-    methods = results.methods
-    baselines = [base for base in ("Deep Ensembles", "Dropout") if base in methods]
-    pairs = [(base, f"{base} + SBN") for base in baselines if f"{base} + SBN" in methods]
-    claims = []
-    for base, extended in pairs:
-        without, with_sbn = (scores[name]["nll"].value for name in (base, extended))
-        change, deviation = _paired_difference(_log_loss, methods[extended], methods[base], results.labels)
-        numbers = f"{without:.4f} without, {with_sbn:.4f} with; paired difference {change:+.4f} ± {deviation:.4f}"
-        claims.append(Claim(f"{base}: SBN lowers the NLL, or leaves it", with_sbn <= without, numbers))
-    for base, extended in pairs:
-        without, with_sbn = (scores[name]["error_percent"].value for name in (base, extended))
-        change, deviation = _paired_difference(_zero_one_loss, methods[extended], methods[base], results.labels)
-        statement = f"{base}: SBN keeps the level of error (paired difference within two standard errors)"
-        numbers = f"{without:.2f} % without, {with_sbn:.2f} % with; {100 * change:+.3f} ± {100 * deviation:.3f} points"
-        claims.append(Claim(statement, abs(change) <= 2 * deviation, numbers))
-    medians = {
-        name: found["entropy_out_of_domain"].value for name, found in scores.items() if results.has_out_of_domain
-    }
-    for base, extended in pairs:
-        statement = f"{base}: SBN moves the out-of-domain ECDF to the right (the median, and 90 % of thresholds)"
-        holds, numbers = None, "no out-of-domain predictions"
-        if medians:
-            left, right = (methods[name].pooled_entropy("out-of-domain") for name in (base, extended))
-            share = dominance(left, right, highest=math.log(len(results.header["classes"])))
-            holds = medians[extended] > medians[base] and share >= 0.9
-            numbers = f"median {medians[base]:.3f} without, {medians[extended]:.3f} with; "
-            numbers += f"at or to the right of it at {100 * share:.1f} % of thresholds"
-        claims.append(Claim(statement, holds, numbers))
-    if baselines and "SBN" in methods:
-        statement = f"SBN alone is more overconfident than {' and '.join(baselines)} (median out-of-domain entropy)"
-        holds, numbers = None, "no out-of-domain predictions"
-        if medians:
-            holds = all(medians["SBN"] < medians[base] for base in baselines)
-            numbers = f"{medians['SBN']:.3f} against {' and '.join(f'{medians[base]:.3f}' for base in baselines)}"
-        claims.append(Claim(statement, holds, numbers))
-    return claims
-
-
-def dominance(left: Values, right: Values, highest: float, num_thresholds: int = 1000) -> float:
-    """Returns at what share of evenly spaced thresholds in (0, highest) the ECDF of `right` is at or below `left`'s.
-
-    >>> dominance(np.array([0.1, 0.2]), np.array([0.3, 0.4]), highest=1.0)
-    1.0
-    """
-    thresholds = np.linspace(0, highest, num_thresholds + 2)[1:-1]
-    return float(np.mean(ecdf(right, thresholds) <= ecdf(left, thresholds)))
-
-
 def ecdf(values: Values, thresholds: Values) -> Values:
     """Returns the share of values at or below each threshold.
 
-    >>> ecdf(np.array([1.0, 2.0]), np.array([0.5, 1.0, 3.0]))
-    array([0. , 0.5, 1. ])
+    Example:
+        >>> ecdf(np.array([1.0, 2.0]), np.array([0.5, 1.0, 3.0]))
+        array([0. , 0.5, 1. ])
     """
     return np.searchsorted(np.sort(values), thresholds, side="right") / len(values)
 
@@ -382,23 +265,6 @@ def _ensemble(name: str, networks: dict[int, dict[str, tuple[Tensor, Tensor]]]) 
     without_one = tuple(join(members[:i] + members[i + 1 :]) for i in range(len(members)))
     spread = f"the {len(members)} ensembles of {len(members) - 1}"
     return [Method(name, tuple(networks), (join(members),), without_one, spread)]
-
-
-def _log_loss(probs: Tensor, labels: Tensor) -> Tensor:
-    return -probs.gather(1, labels[:, None])[:, 0].clamp_min(torch.finfo(probs.dtype).tiny).log()
-
-
-def _zero_one_loss(probs: Tensor, labels: Tensor) -> Tensor:
-    return (probs.argmax(1) != labels).double()
-
-
-def _paired_difference(
-    loss: Callable[[Tensor, Tensor], Tensor], new: Method, old: Method, labels: Tensor
-) -> tuple[float, float]:
-    """Returns the mean over inputs of new − old, each the mean over its networks, and its standard error."""
-    means = [torch.stack([loss(o["test"].probs, labels) for o in method.outputs]).mean(0) for method in (new, old)]
-    difference = means[0] - means[1]  # (N,)
-    return difference.mean().item(), (difference.std() / math.sqrt(len(difference))).item()
 
 
 def _take(output: Output, index: Tensor) -> Output:

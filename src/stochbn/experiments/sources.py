@@ -41,7 +41,7 @@ class Blob:
     sha256: str
 
     def matches(self, content: bytes) -> bool:
-        """Tell whether these are the bytes of this file."""
+        """Tells whether these are the bytes of this file."""
         return len(content) == self.num_bytes and hashlib.sha256(content).hexdigest() == self.sha256
 
 
@@ -73,7 +73,7 @@ class Publication:
 
 
 def cache_dir() -> Path:
-    """Return the folder of data and checkpoints, whether it exists or not.
+    """Returns the folder of data and checkpoints, whether it exists or not.
 
     It is `STOCHBN_DATA`, or else the user's cache.
     """
@@ -81,7 +81,7 @@ def cache_dir() -> Path:
 
 
 def is_cached(publication: Publication) -> bool:
-    """Tell whether all files of a data set are in the cache and intact. Changes nothing."""
+    """Tells whether all files of a data set are in the cache and intact. Changes nothing."""
     try:
         _check(publication, _read_cache(publication))
     except (DataError, OSError):
@@ -90,7 +90,7 @@ def is_cached(publication: Publication) -> bool:
 
 
 def fetch(publication: Publication, *, folder: Path | None = None) -> dict[str, bytes]:
-    """Return the verified bytes of a data set's files, by name, and leave them in the cache.
+    """Returns the verified bytes of a data set's files, by name, and leaves them in the cache.
 
     Args:
         publication: The data set.
@@ -132,7 +132,7 @@ def write_atomically(path: Path, content: bytes) -> None:
 
 
 def read_at_most(file: IO[bytes], num_bytes: int) -> bytes:
-    """Read a file to its end, or refuse one that is longer than it may be."""
+    """Reads a file to its end, or refuses one that is longer than it may be."""
     content = file.read(num_bytes + 1)
     if len(content) > num_bytes:
         raise DataError(f"expected at most {num_bytes} bytes, got more")
@@ -140,7 +140,7 @@ def read_at_most(file: IO[bytes], num_bytes: int) -> bytes:
 
 
 def read_members(path: Path, limits: dict[str, int]) -> dict[str, bytes]:
-    """Read the named regular files of a tar archive into memory. Nothing is extracted to disk.
+    """Reads the named regular files of a tar archive into memory. Nothing is extracted to disk.
 
     Args:
         path: A gzipped tar archive.
@@ -200,7 +200,7 @@ def _download(publication: Publication) -> dict[str, bytes]:
 
 @contextmanager
 def _quiet(logger: logging.Logger) -> Iterator[None]:
-    """Let only warnings through: the progress bar already says what is downloaded."""
+    """Lets only warnings through: the progress bar already says what is downloaded."""
     level = logger.level
     logger.setLevel(logging.WARNING)
     try:

@@ -1,15 +1,14 @@
-"""Train one network by a recipe and a seed, in one visible loop that can be killed at any moment and resumed.
+"""Trains one network by a recipe and a seed, in one visible loop that can be killed at any moment and resumed.
 
-    python -m stochbn.experiments.train lenet5 --seed 0
+    stochbn train lenet5 --seed 0
 
 A checkpoint follows each epoch. A resumed run ends with the same bits as an uninterrupted one, on the same machine
 with the same number of threads.
 """
 
-import argparse
 import math
 import time
-from dataclasses import asdict, replace
+from dataclasses import asdict
 from pathlib import Path
 
 import torch
@@ -26,12 +25,11 @@ from stochbn.experiments.checkpoints import (
     write_checkpoint,
 )
 from stochbn.experiments.data import Split, load_split, to_inputs
-from stochbn.experiments.recipes import RECIPES, Recipe
-from stochbn.experiments.sources import DataError
+from stochbn.experiments.recipes import Recipe
 
 
 def train(recipe: Recipe, seed: int, *, folder: Path | None = None, console: Console | None = None) -> Path:
-    """Train a network, or finish training it, and return its checkpoint's path. A finished run is left alone.
+    """Trains a network, or finishes training it, and returns its checkpoint's path. A finished run is left alone.
 
     Args:
         recipe: What to train and how.
@@ -61,7 +59,7 @@ def train(recipe: Recipe, seed: int, *, folder: Path | None = None, console: Con
         if checkpoint:
             network.load_state_dict(checkpoint.weights)
             _restore(optimizer, network, checkpoint.resume)
-        bar = progress.add_task(f"{recipe.name} seed {seed}", total=num_steps, loss=math.nan, accuracy=math.nan)
+        bar = progress.add_task(f"{recipe.name} seed {seed}", total=num_steps, loss=math.nan, accuracy="—")
         progress.update(bar, completed=len(history) * steps_per_epoch)
 
         for epoch in range(len(history), recipe.epochs):
@@ -88,7 +86,7 @@ def train(recipe: Recipe, seed: int, *, folder: Path | None = None, console: Con
             history = [*history, record]
             resume = _capture(optimizer) if epoch + 1 < recipe.epochs else {}
             write_checkpoint(path, Checkpoint(recipe, seed, history, network.state_dict(), resume))
-            progress.update(bar, completed=(epoch + 1) * steps_per_epoch, loss=train_loss, accuracy=1 - error)
+            progress.update(bar, completed=(epoch + 1) * steps_per_epoch, loss=train_loss, accuracy=f"{1 - error:.2%}")
             if not console.is_terminal:
                 line = f"epoch {epoch + 1}/{recipe.epochs}  train loss {train_loss:.4f}  "
                 line += f"validation NLL {nll:.4f}  error {error:.2%}  {seconds:.1f} s"
@@ -97,13 +95,14 @@ def train(recipe: Recipe, seed: int, *, folder: Path | None = None, console: Con
 
 
 def learning_rate(recipe: Recipe, progress: float) -> float:
-    """Return the learning rate after this fraction of all steps.
+    """Returns the learning rate after this fraction of all steps.
 
     Adam's falls linearly to 0. SGD's rises linearly from a 25th over the first 30 % and then falls to 0 along a cosine.
 
-    >>> from stochbn.experiments.recipes import RECIPES
-    >>> learning_rate(RECIPES["lenet5"], 0.25)
-    0.00075
+    Example:
+        >>> from stochbn.experiments.recipes import RECIPES
+        >>> learning_rate(RECIPES["lenet5"], 0.25)
+        0.00075
     """
     if recipe.optimizer == "adam":
         return recipe.learning_rate * (1 - progress)
@@ -113,12 +112,16 @@ def learning_rate(recipe: Recipe, progress: float) -> float:
 
 
 def augment(images: Tensor) -> Tensor:
-    """Crop each image at random out of its reflection-padded version (4 pixels) and flip half of them.
+    """Crops each image at random out of its reflection-padded version (4 pixels) and flips half of them.
 
-    Shape: `(N, C, H, W)` to the same, in any dtype. Draws from torch's random state.
+    Draws from torch's random state.
 
-    >>> augment(torch.ones(2, 3, 32, 32)).shape
-    torch.Size([2, 3, 32, 32])
+    Shape:
+        (N, C, H, W) → (N, C, H, W), in any dtype.
+
+    Example:
+        >>> augment(torch.ones(2, 3, 32, 32)).shape
+        torch.Size([2, 3, 32, 32])
     """
     num_images, _, height, width = images.shape
     rows = _reflect(torch.randint(-4, 5, (num_images, 1)) + torch.arange(height), height)  # (N, H)
@@ -131,7 +134,7 @@ def augment(images: Tensor) -> Tensor:
 
 @torch.no_grad()
 def validate(network: nn.Module, split: Split, batch_size: int = 500) -> tuple[float, float]:
-    """Return the mean negative log-likelihood in nats and the fraction of errors. Leaves the network in `eval()`."""
+    """Returns the mean negative log-likelihood in nats and the fraction of errors. Leaves the network in `eval()`."""
     network.eval()
     nll, num_errors = 0.0, 0
     for images, labels in zip(split.images.split(batch_size), split.labels.split(batch_size), strict=True):
@@ -142,7 +145,7 @@ def validate(network: nn.Module, split: Split, batch_size: int = 500) -> tuple[f
 
 
 def _capture(optimizer: torch.optim.Optimizer) -> dict[str, Tensor]:
-    """Return what has to be known, besides the weights, to go on: the optimiser's tensors and the random state."""
+    """Returns what has to be known, besides the weights, to go on: the optimiser's tensors and the random state."""
     states = optimizer.state_dict()["state"]
     tensors = {f"optimizer.{index}.{key}": value for index, state in states.items() for key, value in state.items()}
     return {**tensors, "random_state": torch.get_rng_state()}
@@ -183,33 +186,9 @@ def _explain_difference(path: Path, checkpoint: Checkpoint, recipe: Recipe, seed
 def _build_progress(console: Console) -> Progress:
     columns = (
         TextColumn("{task.description}"),
-        BarColumn(),
+        BarColumn(bar_width=None),  # what the others leave of the line
         TaskProgressColumn(),
-        TextColumn("loss {task.fields[loss]:.4f}  validation accuracy {task.fields[accuracy]:.2%}"),
+        TextColumn("loss {task.fields[loss]:.4f}  accuracy {task.fields[accuracy]}"),
         TimeRemainingColumn(),
     )
     return Progress(*columns, console=console, disable=not console.is_terminal)
-
-
-def main() -> None:
-    """Train by the name of a recipe, from the command line."""
-    parser = argparse.ArgumentParser(description="Train a network of the paper's experiments, or resume its training.")
-    parser.add_argument("recipe", choices=sorted(RECIPES))
-    parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--epochs", type=int, help="instead of the recipe's; kept apart as <recipe>-<epochs>epochs")
-    parser.add_argument("--data", type=Path, help="folder that holds the published data files")
-    parser.add_argument("--threads", type=int, help="threads that torch uses")
-    options = parser.parse_args()
-    recipe = RECIPES[options.recipe]
-    if options.epochs is not None:
-        recipe = replace(recipe, name=f"{recipe.name}-{options.epochs}epochs", epochs=options.epochs)
-    if options.threads is not None:
-        torch.set_num_threads(options.threads)
-    try:
-        print(train(recipe, options.seed, folder=options.data))
-    except (CheckpointError, DataError, ValueError) as error:
-        parser.exit(2, f"{error}\n")
-
-
-if __name__ == "__main__":
-    main()
