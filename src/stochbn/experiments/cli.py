@@ -289,6 +289,9 @@ def _explain(error: Exception) -> str:
     """Puts an error on one line. Only one that nobody foresaw is given with its type."""
     # The command-line parser's errors are known by this method; their class has moved between versions of typer.
     text = " ".join(str(getattr(error, "format_message", lambda: error)()).split())
+    text, _, of_the_library = text.partition(" Pass call= ")  # advice that has no option here
+    if of_the_library:
+        text += " Let the factory return a model that takes such batches."
     if isinstance(error, ImportError) and error.name in EXTRA:
         return f"{text}. {INSTALL}"
     foreseen = isinstance(error, (ValueError, TypeError, OSError, ImportError)) or hasattr(error, "format_message")
