@@ -61,7 +61,8 @@ def test_bad_arguments(model: nn.Module, batches: list[Tensor]) -> None:
         stochbn.fit(model, batches, family="flow")
     with pytest.raises(TypeError, match=r"Expected a model \(an eager torch.nn.Module\), got list. Check the order"):
         stochbn.fit(batches, model)
-    with warnings.catch_warnings(action="ignore"):
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # scripting is deprecated
         scripted = torch.jit.script(nn.Sequential(nn.BatchNorm1d(2)))
     with pytest.raises(TypeError, match="scripted from"):
         stochbn.fit(scripted, batches)
