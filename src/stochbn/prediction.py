@@ -25,7 +25,7 @@ from stochbn.batches import (
 )
 from stochbn.distributions import Draws, StatisticsDistribution
 from stochbn.dropout import DropoutMasks, dropout_masks
-from stochbn.seeding import derive_seed, random_seed
+from stochbn.seeding import member_seed, random_seed
 from stochbn.statistics import dropout_layers, evaluating, keeping_tensors, preserving_rng, unwrap
 
 Source = StatisticsDistribution | Draws | None
@@ -157,11 +157,9 @@ def _networks(
             f"Expected one distribution a model, got {len(sources)} for {len(models)} models. "
             "Fit each model on its own: [stochbn.fit(model, loader) for model in models]."
         )
-    # Member 0 has the seed itself, so that an ensemble of one is that model.
-    seeds = [seed if index == 0 else derive_seed(seed, "member", index) for index in range(len(models))]
     return [
-        _Network(unwrap(member), call, source, num_samples=num_samples, seed=own_seed, dropout=dropout)
-        for member, source, own_seed in zip(models, sources, seeds, strict=True)
+        _Network(unwrap(m), call, source, num_samples=num_samples, seed=member_seed(seed, index), dropout=dropout)
+        for index, (m, source) in enumerate(zip(models, sources, strict=True))
     ]
 
 

@@ -16,6 +16,11 @@ def derive_seed(*parts: object) -> int:
     return int.from_bytes(digest, "little", signed=True)
 
 
+def member_seed(seed: int, member: int) -> int:
+    """Returns the seed of an ensemble's member: the first has the seed itself, so an ensemble of one is that model."""
+    return seed if member == 0 else derive_seed(seed, "member", member)
+
+
 def standard_normal(seed: int, draw: int, size: int) -> torch.Tensor:
     """Returns the Gaussian noise of one draw, on the CPU, in float64: (size,)."""
     generator = torch.Generator("cpu").manual_seed(derive_seed(seed, "draw", draw))

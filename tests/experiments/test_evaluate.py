@@ -2,6 +2,7 @@
 
 import csv
 import io
+import re
 from dataclasses import replace
 from pathlib import Path
 
@@ -13,7 +14,7 @@ from rich.console import Console
 from scipy import stats as scipy_stats
 
 import stochbn
-from stochbn.experiments import diagnostics
+from stochbn.experiments import cli, diagnostics
 from stochbn.experiments.checkpoints import CheckpointError, checkpoint_path, load_network
 from stochbn.experiments.data import Split, load_split, to_inputs
 from stochbn.experiments.evaluate import evaluate
@@ -22,7 +23,6 @@ from stochbn.experiments.predictions import File, average, diagnostics_path, pac
 from stochbn.experiments.recipes import EXPERIMENTS, RECIPES, Experiment
 from stochbn.experiments.report import write_report
 from stochbn.experiments.sources import DataError
-from stochbn.experiments.train import train
 
 PLAIN = replace(RECIPES["digits"], name="tiny", epochs=2, width=0.1)
 DROPOUT = replace(PLAIN, name="tiny-dropout", dropout=0.2)
@@ -31,18 +31,19 @@ TINY = Experiment("tiny", PLAIN, 2, DROPOUT, 1)
 
 @pytest.fixture(scope="module")
 def results(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Trains and evaluates the tiny experiment once."""
+    """Runs the tiny experiment once, from training to the page, by the real command."""
     folder = tmp_path_factory.mktemp("results")
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("STOCHBN_DATA", str(folder / "cache"))
+        patch.setitem(EXPERIMENTS, "tiny", TINY)
         patch.setattr(diagnostics, "SAMPLE_COUNTS", (1, 4))
         patch.setattr(diagnostics, "BATCH_SIZES", (8, 16))
         patch.setattr(diagnostics, "NUM_EXACT", 20)
         patch.setattr(diagnostics, "NUM_BOUND", 10)
         patch.setattr(diagnostics, "NUM_CURVE", 100)
-        for recipe, seed in TINY.runs():
-            train(recipe, seed, console=Console(file=io.StringIO()))
-        evaluate(TINY, folder, num_samples=6, console=Console(file=io.StringIO()))
+        with pytest.raises(SystemExit) as ended:
+            cli.main(["reproduce", "tiny", "--out", str(folder), "--samples", "6", "--threads", "1"])
+        assert ended.value.code == 0
     return folder
 
 
@@ -98,7 +99,7 @@ def test_headers_tell_where_numbers_come_from(results: Path) -> None:
     assert len(header["validation_nll"]) == 2
     assert header["versions"]["torch"] == torch.__version__
     assert header["command"] == "stochbn evaluate tiny --samples 6"
-    assert header["commit"]
+    assert re.fullmatch(r"[0-9a-f]{12}(-changed)?|unknown", header["commit"])
 
 
 @pytest.mark.usefixtures("_cache")
@@ -137,7 +138,7 @@ def test_diagnostics(results: Path, splits: dict[str, Split]) -> None:
         "batch_size": 16,
     }
     images = tensors["gallery/uncertain test/images"]
-    assert images.shape == (12, 1, 28, 28)
+    assert images.shape == (8, 1, 28, 28)
     member_probs, _ = average([unpack(File.read(prediction_path(results, "tiny", k)), "sbn", "test") for k in (0, 1)])
     entropy = stochbn.entropy(member_probs)
     assert torch.equal(images[0], splits["test"].images[entropy.argmax()])
@@ -162,6 +163,25 @@ def test_distances_of_appendix_b(results: Path, splits: dict[str, Split]) -> Non
                 assert ks == pytest.approx(scipy_stats.kstest(values, family.cdf).statistic, abs=1e-3)
 
 
+def test_a_checkpoint_of_another_recipe_is_refused(
+    results: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("STOCHBN_DATA", str(results / "cache"))
+    other = replace(TINY, recipe=replace(PLAIN, batch_size=32))
+    with pytest.raises(CheckpointError, match=r"of tiny as it is now, got one of another recipe"):
+        evaluate(other, tmp_path)
+
+
+@pytest.mark.usefixtures("_cache")
+def test_missing_networks_are_named(tmp_path: Path) -> None:
+    output = io.StringIO()
+    only = replace(TINY, recipe=replace(PLAIN, name="absent"))
+    evaluate(only, tmp_path, num_samples=2, console=Console(file=output))
+    assert "absent seed 0: not trained to the end, left out" in output.getvalue()
+    assert "absent seed 0 is not trained: no diagnostics" in output.getvalue()
+    assert prediction_path(tmp_path, "tiny-dropout", 0).exists()
+
+
 def test_untrained_networks(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("STOCHBN_DATA", str(tmp_path))
     with pytest.raises(CheckpointError, match=r"trained networks of lenet5, got none\. Train them with `stochbn train"):
@@ -177,13 +197,21 @@ def test_foreign_files(tmp_path: Path) -> None:
             File.read(path)
 
 
-def test_float16_keeps_likelihoods() -> None:
-    logits = 8 * torch.randn(2000, 10)
+@pytest.mark.parametrize("scale", [8, 20])
+def test_files_keep_likelihoods_and_tiny_uncertainties(scale: int) -> None:
+    logits = scale * torch.randn(2000, 10)
+    models = [torch.nn.Sequential(torch.nn.Linear(10, 10, bias=False)) for _ in range(3)]
+    with torch.no_grad():
+        for model in models:
+            model[0].weight.copy_(torch.eye(10) + 0.01 * torch.randn(10, 10))
+    pred = stochbn.predict(models, None, logits)
     labels = logits.argmax(1)
-    pred = stochbn.predict(torch.nn.Identity(), None, logits)
-    file = File({}, pack(pred, "plain", "test"))
-    probs, _ = unpack(file, "plain", "test")
-    assert stochbn.nll(probs, labels).item() == pytest.approx(stochbn.nll(pred.probs, labels).item(), rel=1e-3)
+    probs, expected_entropy = unpack(File({}, pack(pred, "plain", "test")), "plain", "test")
+    assert stochbn.nll(probs, labels).item() == pytest.approx(stochbn.nll(pred.probs, labels).item(), rel=2e-3)
+    information = (stochbn.entropy(probs) - expected_entropy).clamp_min(0)
+    exact = stochbn.mutual_information(pred.samples.double())
+    assert scipy_stats.spearmanr(information, exact).statistic > 0.98
+    assert (expected_entropy > 0).double().mean() > 0.95
 
 
 def test_report_of_what_was_evaluated(results: Path) -> None:
@@ -202,6 +230,9 @@ def test_report_of_what_was_evaluated(results: Path) -> None:
     nll = stochbn.nll(unpack(file, "dropout+sbn", "test")[0], file.tensors["labels"].long()).item()
     assert scores["Dropout + SBN", "nll"] == pytest.approx(nll, rel=1e-5)
 
+    for appendix in ("Appendix B, n = 75 mini-batches of 16", "Appendix A, n = 10 training inputs"):
+        assert appendix in markdown
+        assert appendix in shown
     drawn = list((results / "figures").glob("*.png"))
     assert len(drawn) == html.count("<img ") == 13
     for path in drawn:

@@ -20,7 +20,7 @@ from sklearn import metrics
 from torch.nn import functional as F
 
 from stochbn.experiments import diagnostic_figures, figures, report
-from stochbn.experiments.claims import check_claims, dominance
+from stochbn.experiments.claims import check_claims, check_reproduction, dominance
 from stochbn.experiments.paper import compare
 from stochbn.experiments.predictions import PARTS, File, diagnostics_path, prediction_path
 from stochbn.experiments.report import read_files, write_report
@@ -392,8 +392,10 @@ def test_figures_of_an_earlier_report_do_not_stay(tmp_path):
     folder = make_diagnostics(make_files(tmp_path, size=60))
     write_report(folder, console=quiet())
     diagnostics_path(folder).unlink()
+    (folder / "figures" / "logo.png").write_bytes(b"mine")
     write_report(folder, console=quiet())
     assert not (folder / "figures" / "gallery.png").exists()
+    assert (folder / "figures" / "logo.png").read_bytes() == b"mine"
     assert (folder / "figures" / "ecdf-known.png").exists()
 
 
@@ -532,7 +534,7 @@ def test_without_out_of_domain(tmp_path):
     assert len(tags.images) == 4
     assert "no out-of-domain predictions" in " ".join(tags.words)
     claims = json.loads((tmp_path / "scores.json").read_text())["claims"]
-    assert [claim["holds"] for claim in claims[4:]] == [None, None, None]
+    assert [claim["holds"] for claim in claims[4:7]] == [None, None, None]
 
 
 @pytest.mark.usefixtures("unrendered")
@@ -643,3 +645,12 @@ def test_page_in_a_browser(whole, tmp_path):
         title = re.search("<title>(.*?)</title>", done.stdout)[1]
         assert title == "13 of 13 images, 6 rows, fits"
         assert "CONSOLE" not in done.stderr
+
+
+def test_rows_of_the_paper_are_checked_against_the_limits_of_the_reproduction():
+    def row(error_percent, nll):
+        return {"error_percent": Score(error_percent, None, 9), "nll": Score(nll, None, 9)}
+
+    for ours, expected in ((row(0.67, 0.028), [True, True]), (row(0.70, 0.0291), [False, False])):
+        scores = {"SBN": ours}
+        assert [claim.holds for claim in check_reproduction(scores, compare("lenet5", scores))] == expected

@@ -1,4 +1,4 @@
-"""What the paper concludes from its Table 1 and ECDF figures, checked on our predictions. Pure functions."""
+"""What the paper concludes from its Table 1 and ECDF figures, and its numbers, checked on ours. Pure functions."""
 
 import math
 from collections.abc import Callable
@@ -8,6 +8,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from stochbn.experiments.paper import Papers
 from stochbn.experiments.scores import Method, Results, Scores, Values, ecdf
 
 
@@ -60,6 +61,30 @@ def check_claims(results: Results, scores: Scores) -> list[Claim]:
             holds = all(medians["SBN"] < medians[base] for base in baselines)
             numbers = f"{medians['SBN']:.3f} against {' and '.join(f'{medians[base]:.3f}' for base in baselines)}"
         claims.append(Claim(statement, holds, numbers))
+    return claims
+
+
+def check_reproduction(scores: Scores, papers: Papers) -> list[Claim]:
+    """Checks each of the paper's rows: error within 0.15 points, NLL no higher than the paper's plus its ±.
+
+    Example:
+        >>> from stochbn.experiments.paper import PaperScore
+        >>> from stochbn.experiments.scores import Score
+        >>> ours, theirs = {"SBN": {"nll": Score(0.0213, None, 9)}}, {"SBN": {"nll": PaperScore(0.025, 0.003, "")}}
+        >>> check_reproduction(ours, theirs)[0].holds
+        True
+    """
+    claims = []
+    for name, row in papers.items():
+        if "error_percent" in row:
+            ours, theirs = scores[name]["error_percent"].value, row["error_percent"].value
+            numbers = f"{ours:.2f} % here, {theirs:.2f} % in the paper"
+            claims.append(Claim(f"{name}: error within 0.15 points of Table 1", abs(ours - theirs) <= 0.15, numbers))
+        if "nll" in row:
+            ours, printed = scores[name]["nll"].value, row["nll"]
+            limit = printed.value + (printed.std or 0) + 0.0005  # the paper rounds to 0.001
+            numbers = f"{ours:.4f} here, {printed.value:.3f} ± {printed.std or 0:.3f} in the paper"
+            claims.append(Claim(f"{name}: NLL no higher than Table 1, with its ±", ours <= limit, numbers))
     return claims
 
 

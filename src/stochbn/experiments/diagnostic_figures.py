@@ -7,7 +7,7 @@ import matplotlib
 import numpy as np
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
-from matplotlib.ticker import NullLocator, ScalarFormatter
+from matplotlib.ticker import MaxNLocator, NullLocator, ScalarFormatter
 from scipy import stats
 
 from stochbn.experiments.figures import FULL, GREEN, NARROW, ORANGE, PURPLE, SKY, STYLE, line
@@ -93,6 +93,7 @@ def _draw_density(axes: Axes, observed: Values, fitted: Any, *, constant: bool) 
     axes.plot(points, density, color=SKY, linewidth=1, label="Real mini-batches (KDE)")
     axes.plot(points, fitted.pdf(points), color=GREEN, linestyle="--", label="Fitted r(μ), r(σ)")
     axes.set_ylim(bottom=0)
+    axes.xaxis.set_major_locator(MaxNLocator(4))
 
 
 @matplotlib.rc_context(STYLE)

@@ -17,14 +17,15 @@ from stochbn.experiments.predictions import PARTS, File, average, pack, unpack
 from stochbn.experiments.recipes import Recipe
 from stochbn.statistics import BatchNormalization, evaluating, find_layers
 
-# Of each part; of a small data set, at most a quarter for what costs M times as much as SBN.
+# How many inputs, drawn at random: of each part for exact inference (at most a quarter) and for the curves, and of the
+# training data for the bound (at most a tenth).
 NUM_EXACT = 500
 NUM_BOUND = 500
 NUM_CURVE = 2000
 SAMPLE_COUNTS = (1, 2, 3, 5, 10, 20, 30, 50, 100)
 BATCH_SIZES = (4, 8, 16, 32, 64, 128)
 _NUM_SHOWN_CHANNELS = 3
-_GALLERY_SIZE = 12
+_GALLERY_SIZE = 8
 
 
 def measure(
@@ -46,7 +47,8 @@ def measure(
     tensors |= _infer_exactly(network, recipe, splits, num_exact, num_samples=num_samples, progress=progress)
     say("the lower bound and its gap, Appendix A")
     header["bound"] = _bound(network, recipe, splits["train"], num_samples=num_samples, progress=progress)
-    parts = {part: splits[part][:NUM_CURVE] for part in PARTS}
+    parts = {part: splits[part][_choose(splits[part], NUM_CURVE)] for part in PARTS}
+    header["num_curve"] = {part: len(split) for part, split in parts.items()}
     say("the number of samples S")
     stats = fit(network, splits["train"], recipe, progress=progress)
     header["by_samples"] = _by_samples(network, stats, parts, progress=progress)
@@ -69,7 +71,13 @@ def _compare_statistics(
     layers = find_layers(network)
     observed: dict[str, list[Tensor]] = {name: [] for name in layers}
     num_batches = 0
-    with torch.no_grad(), evaluating(network), BatchNormalization(layers) as normalization:
+    with (
+        torch.random.fork_rng(devices=[]),
+        torch.no_grad(),
+        evaluating(network),
+        BatchNormalization(layers) as normalization,
+    ):
+        torch.manual_seed(DRAW_SEED)  # of augmentation, as in the fit
         batches = training_batches(training, recipe)
         for inputs, groups, _ in mini_batches(batches, batch_size=recipe.batch_size):
             normalization.groups = groups
@@ -100,11 +108,11 @@ def _infer_exactly(
 ) -> dict[str, Tensor]:
     tensors: dict[str, Tensor] = {}
     for part in PARTS:
-        some = splits[part][:num_inputs]
+        index = _choose(splits[part], num_inputs)
         prediction = stochbn.exact_predict(
             network,
             training_batches(splits["train"], recipe),
-            input_batches(some),
+            input_batches(splits[part][index]),
             batch_size=recipe.batch_size,
             num_samples=num_samples,
             seed=DRAW_SEED,
@@ -112,14 +120,15 @@ def _infer_exactly(
             progress=progress,
         )
         tensors |= pack(prediction, "exact", part)
-        tensors[f"exact/{part}/index"] = torch.arange(len(some))
+        tensors[f"exact/{part}/index"] = index
     return tensors
 
 
 def _bound(network: nn.Module, recipe: Recipe, training: Split, *, num_samples: int, progress: bool) -> dict[str, Any]:
     """Estimates the bound on training examples that are not among the mini-batches', before and after training."""
     count = min(NUM_BOUND, len(training) // 10)
-    examples, rest = training[:count], training[count:]
+    order = torch.randperm(len(training), generator=torch.Generator().manual_seed(DRAW_SEED))
+    examples, rest = training[order[:count]], training[order[count:]]
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(0)
         untrained = recipe.build_network()
@@ -142,7 +151,7 @@ def _bound(network: nn.Module, recipe: Recipe, training: Split, *, num_samples: 
 def _by_samples(
     network: nn.Module, stats: stochbn.Factorized, parts: dict[Any, Split], *, progress: bool
 ) -> list[dict[str, float]]:
-    """Scores the averages over the first 1, 2, … of the same draws."""
+    """Scores averages over S of the same 100 draws: the mean score of up to 10 such averages that share no draw."""
     count = max(SAMPLE_COUNTS)
     samples = {
         part: predict(network, stats, split, num_samples=count, keep_samples=True, progress=progress).samples
@@ -150,8 +159,15 @@ def _by_samples(
     }
     rows = []
     for size in SAMPLE_COUNTS:
-        probs = {part: values[:size].mean(0) for part, values in samples.items() if values is not None}
-        rows.append({"num_samples": size, **_scores(probs, parts["test"].labels)})
+        blocks = [
+            _scores(
+                {part: v[i * size : (i + 1) * size].mean(0) for part, v in samples.items() if v is not None},
+                parts["test"].labels,
+            )
+            for i in range(min(10, count // size))
+        ]
+        means = {key: sum(block[key] for block in blocks) / len(blocks) for key in blocks[0]}
+        rows.append({"num_samples": size, "num_averages": len(blocks), **means})
     return rows
 
 
@@ -173,6 +189,12 @@ def _by_batch_size(
         }
         rows.append({"batch_size": size, **_scores(probs, parts["test"].labels)})
     return rows
+
+
+def _choose(split: Split, count: int) -> Tensor:
+    """Draws rows of a split at random, always the same ones: a data set may be ordered, as MNIST's test images are."""
+    order = torch.randperm(len(split), generator=torch.Generator().manual_seed(DRAW_SEED))
+    return order[:count].sort().values
 
 
 def _scores(probs: dict[Any, Tensor], labels: Tensor) -> dict[str, float]:

@@ -24,7 +24,7 @@ from stochbn.experiments.checkpoints import (
 from stochbn.experiments.data import Part, Split, load_split
 from stochbn.experiments.diagnostics import measure, pick_gallery
 from stochbn.experiments.inference import DRAW_SEED, predict_network
-from stochbn.experiments.predictions import PARTS, File, diagnostics_path, prediction_path
+from stochbn.experiments.predictions import FORMAT, PARTS, File, diagnostics_path, prediction_path
 from stochbn.experiments.recipes import Experiment, Recipe
 from stochbn.experiments.sources import DataError
 
@@ -52,11 +52,17 @@ def evaluate(
         CheckpointError: No network of the experiment has been trained.
     """
     console = console or Console()
-    runs = [(recipe, seed) for recipe, seed in experiment.runs() if _is_finished(recipe, seed)]
+    runs = []
+    for recipe, seed in experiment.runs():
+        if _is_finished(recipe, seed):
+            runs.append((recipe, seed))
+        else:
+            console.print(f"{recipe.name} seed {seed}: not trained to the end, left out", highlight=False)
     if not runs:
         raise CheckpointError(
             f"Expected trained networks of {experiment.name}, got none. "
-            f"Train them with `stochbn train {experiment.recipe.name} --seeds {experiment.num_seeds}`."
+            f"Train them with `stochbn train {experiment.recipe.name} --seeds {experiment.num_seeds}`, or do all with "
+            f"`stochbn reproduce {experiment.name}`."
         )
     recipe = experiment.recipe
     parts: tuple[Part, ...] = ("train", *PARTS)
@@ -66,10 +72,12 @@ def evaluate(
     made_by = _provenance(f"stochbn evaluate {experiment.name} --samples {num_samples}")
     for recipe, seed in runs:
         path, checkpoint = prediction_path(folder, recipe.name, seed), read_checkpoint(checkpoint_path(recipe, seed))
-        identity = {"weights_sha256": digest(checkpoint.weights), "num_samples": num_samples}
+        identity = {"format": FORMAT, "weights_sha256": digest(checkpoint.weights), "num_samples": num_samples}
         if not _is_current(path, identity):
             network = load_network(checkpoint_path(recipe, seed))
-            tensors = predict_network(network, recipe, splits, num_samples=num_samples, progress=console.is_terminal)
+            tensors = predict_network(
+                network, recipe, seed, splits, num_samples=num_samples, progress=console.is_terminal
+            )
             header = {
                 "kind": "predictions",
                 "experiment": experiment.name,
@@ -79,12 +87,11 @@ def evaluate(
             File(header | identity | _describe_run(checkpoint) | made_by, tensors).write(path)
         console.print(f"{recipe.name} seed {seed}: predicted test and out-of-domain data", highlight=False)
     if runs[0] != (experiment.recipe, 0):
+        console.print(f"{experiment.recipe.name} seed 0 is not trained: no diagnostics", highlight=False)
         return
     network = load_network(checkpoint_path(*runs[0]))
-    path, identity = (
-        diagnostics_path(folder),
-        {"weights_sha256": digest(network.state_dict()), "num_samples": num_samples},
-    )
+    path = diagnostics_path(folder)
+    identity = {"format": FORMAT, "weights_sha256": digest(network.state_dict()), "num_samples": num_samples}
     if _is_current(path, identity):
         file = File.read(path)
     else:
@@ -126,17 +133,31 @@ def _provenance(command: str) -> dict[str, Any]:
 
 
 def _commit() -> str:
-    command = ["git", "rev-parse", "--short=12", "HEAD"]
+    """Returns the commit of this package, with a mark if its files have changed since; "unknown" outside a checkout."""
+
+    def git(*arguments: str) -> str:
+        here = Path(__file__)
+        done = subprocess.run(["git", *arguments], cwd=here.parent, capture_output=True, text=True, check=True)
+        return done.stdout.strip()
+
     try:
-        done = subprocess.run(command, cwd=Path(__file__).parent, capture_output=True, text=True, check=True)
+        git("ls-files", "--error-unmatch", Path(__file__).name)  # not some repository around an installed package
+        return git("rev-parse", "--short=12", "HEAD") + ("-changed" if git("status", "--porcelain", "..") else "")
     except (OSError, subprocess.CalledProcessError):
         return "unknown"
-    return done.stdout.strip()
 
 
 def _is_finished(recipe: Recipe, seed: int) -> bool:
     path = checkpoint_path(recipe, seed)
-    return path.exists() and read_checkpoint(path).finished
+    if not path.exists():
+        return False
+    checkpoint = read_checkpoint(path)
+    if (checkpoint.recipe, checkpoint.seed) != (recipe, seed):
+        raise CheckpointError(
+            f"Expected a checkpoint of {recipe.name} as it is now, got one of another recipe or seed: {path}. "
+            "Delete it and train anew."
+        )
+    return checkpoint.finished
 
 
 def _is_current(path: Path, identity: dict[str, Any]) -> bool:

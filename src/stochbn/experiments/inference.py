@@ -10,6 +10,7 @@ from stochbn.experiments.data import Split, to_inputs
 from stochbn.experiments.predictions import PARTS, pack
 from stochbn.experiments.recipes import Recipe
 from stochbn.experiments.train import augment
+from stochbn.seeding import member_seed
 
 DRAW_SEED = 0
 _INFERENCE_BATCH = 250
@@ -17,16 +18,25 @@ _FIT_BATCH = 512
 
 
 def predict_network(
-    network: nn.Module, recipe: Recipe, splits: dict[str, Split], *, num_samples: int, progress: bool = False
+    network: nn.Module, recipe: Recipe, seed: int, splits: dict[str, Split], *, num_samples: int, progress: bool = False
 ) -> dict[str, Tensor]:
-    """Fits a network's distribution on the training data and predicts with and without it, as tensors for a file."""
+    """Fits a network's distribution on the training data and predicts with and without it, as tensors for a file.
+
+    Networks of different seeds have draws of their own, as members of an ensemble have in `stochbn.predict`.
+    """
     dropout = recipe.dropout > 0
     stats = fit(network, splits["train"], recipe, dropout=dropout, progress=progress)
     tensors = {"labels": splits["test"].labels.to(torch.uint8)}
     for part in PARTS:
         for method, source in (("", None), ("sbn", stats)):
             prediction = predict(
-                network, source, splits[part], num_samples=num_samples, dropout=dropout, progress=progress
+                network,
+                source,
+                splits[part],
+                num_samples=num_samples,
+                seed=member_seed(DRAW_SEED, seed),
+                dropout=dropout,
+                progress=progress,
             )
             name = "+".join(filter(None, ("dropout" if dropout else "", method))) or "plain"
             tensors |= pack(prediction, name, part)
@@ -60,17 +70,18 @@ def predict(
     split: Split,
     *,
     num_samples: int,
+    seed: int = DRAW_SEED,
     dropout: bool = False,
     keep_samples: bool = False,
     progress: bool = False,
 ) -> stochbn.Prediction:
-    """Predicts a whole split, by the draws that every measurement shares; without `stats` there is no SBN."""
+    """Predicts a whole split; without `stats` there is no SBN."""
     return stochbn.predict(
         network,
         stats,
         input_batches(split),
         num_samples=num_samples,
-        seed=DRAW_SEED,
+        seed=seed,
         dropout=dropout,
         keep_samples=keep_samples,
         progress=progress,

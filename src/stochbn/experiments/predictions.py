@@ -1,7 +1,8 @@
 """Prediction files: what `evaluate` writes and all that `report` reads. Safetensors with a JSON header.
 
 Log-probabilities are kept in float16. Near certainty, where a probability in float16 would be off by 1e-4, its
-logarithm is near 0 and keeps three digits, so a mean NLL is good to 0.05 %.
+logarithm is near 0 and keeps three digits, so a mean NLL is good to 0.05 %. The draws' mean entropy is in float32: it
+is often below what float16 can hold, and mutual information is what it leaves of the total.
 """
 
 import json
@@ -18,6 +19,7 @@ from stochbn import Prediction
 from stochbn.experiments.data import Part
 from stochbn.experiments.sources import DataError, write_atomically
 
+FORMAT = 2  # of what a file holds and how it was computed; files of another one are made anew
 PARTS: tuple[Part, ...] = ("test", "out-of-domain")
 
 
@@ -54,7 +56,7 @@ def pack(prediction: Prediction, method: str, part: str) -> dict[str, Tensor]:
     """Names the tensors that keep a prediction: log-probabilities (N, K) and the draws' mean entropy (N,)."""
     return {
         f"{method}/{part}/log_probs": prediction.probs.clamp_min(1e-30).log().half(),
-        f"{method}/{part}/expected_entropy": prediction.aleatoric.half(),
+        f"{method}/{part}/expected_entropy": prediction.aleatoric.float(),
     }
 
 

@@ -18,14 +18,27 @@ from matplotlib.figure import Figure
 from rich.console import Console
 
 from stochbn.experiments import diagnostic_figures, figures
-from stochbn.experiments.claims import check_claims
+from stochbn.experiments.claims import check_claims, check_reproduction
 from stochbn.experiments.paper import Papers, compare
 from stochbn.experiments.predictions import File, diagnostics_path
 from stochbn.experiments.recipes import EXPERIMENTS
 from stochbn.experiments.scores import METRICS, Method, Results, Score, collect, score, select_exact
 from stochbn.experiments.sources import DataError, write_atomically
-from stochbn.experiments.tables import claims_table, print_tables, rounded, table_1, table_2, to_csv, to_markdown
+from stochbn.experiments.tables import (
+    appendix_tables,
+    claims_table,
+    print_tables,
+    rounded,
+    table_1,
+    table_2,
+    to_csv,
+    to_markdown,
+)
 
+_FIGURES = {
+    *("ecdf-out-of-domain", "ecdf-known", "reliability", "rejection", "training"),
+    *("samples", "batch-size", "ks", "bound", "gallery"),
+}
 _NAMES = {
     "lenet5": "LeNet-5",
     "vgg11": "VGG-11",
@@ -55,7 +68,7 @@ def write_report(folder: Path, *, console: Console | None = None) -> Path:
     results = collect(files)
     scores = score(results)
     papers = compare(results.header["experiment"], scores)
-    claims = check_claims(results, scores)
+    claims = [*check_claims(results, scores), *check_reproduction(scores, papers)]
     exact = select_exact(results, diagnostics) if diagnostics else None
     exact_scores = score(exact) if exact else {}
     provenance, measured = _describe_provenance(files, results), _summarise(diagnostics)
@@ -70,11 +83,12 @@ def write_report(folder: Path, *, console: Console | None = None) -> Path:
     }
     first, second, third = table_1(results, scores, papers), table_2(scores), claims_table(claims)
     notes = _describe_notes(results, bool(papers))
+    appendices = [*([replace(table_2(exact_scores), best=frozenset())] if exact else []), *appendix_tables(measured)]
     images = _write_figures(folder / "figures", draw_all(results, files, diagnostics))
     text = {
         "scores.json": json.dumps(rounded(numbers), indent=1, ensure_ascii=False) + "\n",
         "table.csv": to_csv(results, scores, papers),
-        "table.md": "\n\n".join([*map(to_markdown, (first, second, third)), *notes]) + "\n",
+        "table.md": "\n\n".join([*map(to_markdown, (first, second, third, *appendices)), *notes]) + "\n",
         "report.html": _render_page(
             title=_describe_title(results),
             header=results.header,
@@ -95,7 +109,7 @@ def write_report(folder: Path, *, console: Console | None = None) -> Path:
     }
     for name, content in text.items():
         write_atomically(folder / name, content.encode())
-    print_tables(console, _describe_title(results), scores, papers, claims)
+    print_tables(console, _describe_title(results), scores, papers, claims, appendix_tables(measured))
     return folder / "report.html"
 
 
@@ -145,7 +159,10 @@ def _summarise(diagnostics: File | None) -> dict[str, Any]:
     """Returns the numbers of the diagnostics, the distances of a layer's channels as median, maximum and count."""
     if diagnostics is None:
         return {}
-    kept = ("network", "command", "commit", "versions", "bound", "by_samples", "by_batch_size", "statistics", "gallery")
+    kept = [
+        *("network", "command", "commit", "versions", "bound", "by_samples", "by_batch_size", "num_curve"),
+        *("statistics", "gallery"),
+    ]
     numbers = {key: diagnostics.header[key] for key in kept if key in diagnostics.header}
     if "statistics" in numbers:
         distances = {}
@@ -153,7 +170,7 @@ def _summarise(diagnostics: File | None) -> dict[str, Any]:
             both = diagnostics.tensors[f"statistics/{layer}/ks"]  # (2, C)
             finite = [row[~row.isnan()] for row in both]
             distances[layer] = {
-                symbol: {"median": row.median().item(), "max": row.max().item(), "num_channels": len(row)}
+                symbol: {"median": row.quantile(0.5).item(), "max": row.max().item(), "num_channels": len(row)}
                 for symbol, row in zip(("mean", "log variance"), finite, strict=True)
                 if len(row)
             }
@@ -193,11 +210,13 @@ def _describe_notes(results: Results, has_paper: bool) -> list[str]:
         )
     ensemble = results.methods.get("Deep Ensembles")
     if ensemble:
-        notes.append(
-            f"Deep Ensembles: the ensemble of all {len(ensemble.seeds)} networks, ± the standard deviation over "
-            f"{ensemble.spread} that leave one network out. Those share members, so this ± understates how "
-            "ensembles trained apart differ."
-        )
+        note = f"Deep Ensembles: the ensemble of all {len(ensemble.seeds)} networks"
+        if ensemble.spread:
+            note += (
+                f", ± the standard deviation over {ensemble.spread} that leave one network out. Those share members, "
+                "so this ± understates how ensembles trained apart differ"
+            )
+        notes.append(note + ".")
     else:
         notes.append("Deep Ensembles need at least two networks without dropout; there are fewer.")
     if has_paper:
@@ -205,6 +224,14 @@ def _describe_notes(results: Results, has_paper: bool) -> list[str]:
             "“Within ±” compares with the paper's ±, and half a unit of its last digit for rounding. The paper prints "
             "no number for one plain network. Its median entropies are read off its plots, to about 0.02."
         )
+    expected = EXPERIMENTS.get(results.header["experiment"])
+    for name, wanted in (
+        ("One network", expected and expected.num_seeds),
+        ("Dropout", expected and expected.num_dropout_seeds),
+    ):
+        found = len(results.methods[name].seeds) if name in results.methods else 0
+        if wanted and found < wanted:
+            notes.append(f"Not finished: {name} has {found} of the {wanted} networks of this experiment.")
     if not results.has_out_of_domain:
         notes.append("The files hold no out-of-domain predictions, so all that needs them is left out.")
     return notes
@@ -240,7 +267,8 @@ def _write_figures(folder: Path, drawn: dict[str, Figure]) -> dict[str, str]:
             if kind == "svg":
                 images[name] = f"data:image/svg+xml;base64,{base64.b64encode(content).decode()}"
     for path in folder.iterdir():
-        if path.suffix in (".png", ".svg") and path.name not in written:
+        ours = path.stem in _FIGURES or path.stem.startswith("statistics-")
+        if ours and path.suffix in (".png", ".svg") and path.name not in written:
             path.unlink()
     return images
 

@@ -39,9 +39,16 @@ METRICS = (
     Metric("error_percent", "Error, %", 2, "lower", _TEST, "wrong classes on the test data"),
     Metric("nll", "NLL", 4, "lower", _TEST, "mean −log p(y | x) on the test data, in nats"),
     Metric("brier", "Brier", 4, "lower", _TEST, "mean Σ (p − [k = y])² over the classes k, between 0 and 2"),
-    Metric("ece", "ECE", 4, "lower", _TEST, "mean |accuracy − confidence| over 15 equal bins of confidence"),
-    Metric("entropy_test", "Median entropy, known", 4, None, _TEST, "of the predictive mean on the test data, in nats"),
-    Metric("entropy_out_of_domain", "Median entropy, out-of-domain", 3, "higher", _OTHER, "the same, out of domain"),
+    Metric("ece", "ECE", 4, "lower", _TEST, "|accuracy − confidence| in 15 equal bins of confidence, by their size"),
+    Metric("entropy_test", "Mean entropy, known", 4, None, _TEST, "of the predictive mean on the test data, in nats"),
+    Metric(
+        "entropy_out_of_domain",
+        "Median entropy, out-of-domain",
+        3,
+        "higher",
+        _OTHER,
+        "of the predictive mean, out of domain",
+    ),
     Metric("auroc_entropy", "AUROC, entropy", 4, "higher", PARTS, "out-of-domain (positive) against known"),
     Metric("aupr_entropy", "AUPR, entropy", 4, "higher", PARTS, "average precision of the same"),
     Metric("fpr95_entropy", "FPR95, entropy", 4, "lower", PARTS, "known share above what 95 % of out-of-domain reach"),
@@ -167,7 +174,7 @@ def measure(output: dict[str, Output], labels: Tensor) -> dict[str, float]:
         "nll": nll(known.probs, labels).item(),
         "brier": brier(known.probs, labels).item(),
         "ece": ece(known.probs, labels).item(),
-        "entropy_test": float(np.median(known.entropy)),
+        "entropy_test": float(np.mean(known.entropy)),
     }
     if strange is not None:
         scores["entropy_out_of_domain"] = float(np.median(strange.entropy))
@@ -262,9 +269,12 @@ def _ensemble(name: str, networks: dict[int, dict[str, tuple[Tensor, Tensor]]]) 
     def join(chosen: list[dict[str, tuple[Tensor, Tensor]]]) -> dict[str, Output]:
         return {part: Output(*average([member[part] for member in chosen])) for part in chosen[0]}
 
+    whole = (join(members),)
+    if len(members) < 3:  # with one left out there is no ensemble
+        return [Method(name, tuple(networks), whole, whole, "")]
     without_one = tuple(join(members[:i] + members[i + 1 :]) for i in range(len(members)))
     spread = f"the {len(members)} ensembles of {len(members) - 1}"
-    return [Method(name, tuple(networks), (join(members),), without_one, spread)]
+    return [Method(name, tuple(networks), whole, without_one, spread)]
 
 
 def _take(output: Output, index: Tensor) -> Output:

@@ -14,6 +14,7 @@ from stochbn.experiments.paper import Papers, PaperScore
 from stochbn.experiments.scores import METRICS, Results, Score, Scores
 
 _TABLE_1 = ("error_percent", "nll", "entropy_out_of_domain")
+_BOUND = ("lower", "marginal", "gap")
 _VERDICTS = {True: "holds", False: "does not hold", None: "not measured"}
 
 
@@ -71,6 +72,27 @@ def claims_table(claims: list[Claim]) -> Grid:
     )
 
 
+def appendix_tables(measured: dict[str, Any]) -> list[Grid]:
+    """Lays out Appendix B, the distance of r(μ) and r(σ) to real mini-batches by layer, and Appendix A, the bound."""
+    grids = []
+    if statistics := measured.get("statistics"):
+        rows = [
+            [layer, symbol, *(f"{row[key]:.4f}" for key in ("median", "max")), str(row["num_channels"])]
+            for layer, found in statistics["ks"].items()
+            for symbol, row in found.items()
+        ]
+        count = f"n = {statistics['num_batches']:,} mini-batches of {statistics['batch_size']}"
+        grids.append(Grid([f"Appendix B, {count}", "of", "KS distance, median", "highest", "channels"], rows))
+    if bound := measured.get("bound"):
+        rows = [
+            [stage, *(f"{value:.5f} ± {error:.5f}" for value, error in (bound[key][side] for side in _BOUND))]
+            for stage, key in (("at initialisation", "before"), ("trained", "after"))
+        ]
+        count = f"n = {bound['num_examples']:,} training inputs, {bound['num_samples']} mini-batches"
+        grids.append(Grid([f"Appendix A, {count}", "lower bound", "marginal log-likelihood", "gap"], rows))
+    return grids
+
+
 def to_markdown(grid: Grid) -> str:
     """Returns a table in Markdown, the best cells in bold.
 
@@ -111,8 +133,10 @@ def to_csv(results: Results, scores: Scores, papers: Papers) -> str:
     return buffer.getvalue()
 
 
-def print_tables(console: Console, title: str, scores: Scores, papers: Papers, claims: list[Claim]) -> None:
-    """Prints the main scores, 80 columns wide, under each the paper's, and the claims."""
+def print_tables(
+    console: Console, title: str, scores: Scores, papers: Papers, claims: list[Claim], appendices: list[Grid]
+) -> None:
+    """Prints the main scores, 80 columns wide, under each the paper's; the claims; the appendices."""
     table = Table(title=title, title_justify="left")
     table.box, table.show_edge, table.pad_edge, table.padding = box.SIMPLE_HEAD, False, False, (0, 1, 0, 0)
     table.add_column("Method")
@@ -137,6 +161,11 @@ def print_tables(console: Console, title: str, scores: Scores, papers: Papers, c
     for claim in claims:
         console.print(f"[{colours[claim.holds]}]{_VERDICTS[claim.holds]}[/]  {claim.statement}", highlight=False)
         console.print(f"[dim]  {claim.evidence}[/]", highlight=False)
+    for grid in appendices:
+        printed = Table("", *grid.header[1:], title=grid.header[0], title_justify="left", box=box.SIMPLE_HEAD)
+        for cells in grid.rows:
+            printed.add_row(*cells)
+        console.print(printed)
 
 
 def rounded(value: Any) -> Any:
