@@ -82,14 +82,14 @@ def appendix_tables(measured: dict[str, Any]) -> list[Grid]:
             for symbol, row in found.items()
         ]
         count = f"n = {statistics['num_batches']:,} mini-batches of {statistics['batch_size']}"
-        grids.append(Grid([f"Appendix B, {count}", "of", "KS distance, median", "highest", "channels"], rows))
+        grids.append(Grid([f"Appendix B, {count}", "of", "KS, median", "highest", "channels"], rows))
     if bound := measured.get("bound"):
         rows = [
-            [stage, *(f"{value:.5f} ± {error:.5f}" for value, error in (bound[key][side] for side in _BOUND))]
+            [stage, *(f"{value:.4f} ± {error:.4f}" for value, error in (bound[key][side] for side in _BOUND))]
             for stage, key in (("at initialisation", "before"), ("trained", "after"))
         ]
         count = f"n = {bound['num_examples']:,} training inputs, {bound['num_samples']} mini-batches"
-        grids.append(Grid([f"Appendix A, {count}", "lower bound", "marginal log-likelihood", "gap"], rows))
+        grids.append(Grid([f"Appendix A, {count}", "Lower bound", "Marginal", "Gap"], rows))
     return grids
 
 
@@ -137,9 +137,7 @@ def print_tables(
     console: Console, title: str, scores: Scores, papers: Papers, claims: list[Claim], appendices: list[Grid]
 ) -> None:
     """Prints the main scores, 80 columns wide, under each the paper's; the claims; the appendices."""
-    table = Table(title=title, title_justify="left")
-    table.box, table.show_edge, table.pad_edge, table.padding = box.SIMPLE_HEAD, False, False, (0, 1, 0, 0)
-    table.add_column("Method")
+    table = _terminal_table(title, "Method")
     columns = {
         "error_percent": "Error, %",
         "nll": "NLL",
@@ -162,7 +160,7 @@ def print_tables(
         console.print(f"[{colours[claim.holds]}]{_VERDICTS[claim.holds]}[/]  {claim.statement}", highlight=False)
         console.print(f"[dim]  {claim.evidence}[/]", highlight=False)
     for grid in appendices:
-        printed = Table("", *grid.header[1:], title=grid.header[0], title_justify="left", box=box.SIMPLE_HEAD)
+        printed = _terminal_table(f"\n{grid.header[0]}", "", *grid.header[1:])
         for cells in grid.rows:
             printed.add_row(*cells)
         console.print(printed)
@@ -177,6 +175,12 @@ def rounded(value: Any) -> Any:
     if isinstance(value, (list, tuple)):
         return [rounded(item) for item in value]
     return value
+
+
+def _terminal_table(title: str, *columns: str) -> Table:
+    table = Table(*columns, title=title, title_justify="left", box=box.SIMPLE_HEAD)
+    table.show_edge, table.pad_edge, table.padding = False, False, (0, 1, 0, 0)
+    return table
 
 
 def _text(found: Score | PaperScore | None, digits: int, missing: str = "—") -> str:
