@@ -24,7 +24,8 @@ from stochbn.statistics import (
 )
 
 # A layer has drifted when half of its channels are this far from the running statistics: one standard deviation, or a
-# factor of 4 in variance. Training with dropout that fitting leaves off moves variances by a factor of up to about 2.
+# factor of 4 in variance. That leaves room for dropout, which raises variances in training and which fitting may leave
+# off: p = 0.5 doubles the second moment of what it passes on.
 MAX_SHIFT = 1.0
 MAX_LOG_RATIO = 1.386
 

@@ -30,8 +30,7 @@ from stochbn.statistics import dropout_layers, evaluating, keeping_tensors, pres
 
 Source = StatisticsDistribution | Draws | None
 
-# Draws are stacked until a pass holds this many examples. Memory then depends on the batch, not on S, and larger
-# stacks are no faster.
+# Draws are stacked until a pass holds this many examples, so that memory depends on the batch, not on S.
 STACKED_EXAMPLES = 64
 # Draws are made ahead, in blocks of at most so many numbers (32 MB in float64), so that those too are bounded.
 BLOCK_NUMBERS = 2**22
