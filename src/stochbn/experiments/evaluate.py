@@ -61,15 +61,15 @@ def evaluate(
     if not runs:
         raise CheckpointError(
             f"Expected trained networks of {experiment.name}, got none. "
-            f"Train them with `stochbn train {experiment.recipe.name} --seeds {experiment.num_seeds}`, or do all with "
-            f"`stochbn reproduce {experiment.name}`."
+            f"Train them with `stochbn train {experiment.name}{experiment.options} --seeds {experiment.num_seeds}`, "
+            f"or do all with `stochbn reproduce {experiment.name}{experiment.options}`."
         )
     recipe = experiment.recipe
     parts: tuple[Part, ...] = ("train", *PARTS)
     splits: dict[str, Split] = {
         part: load_split(recipe.data, part, folder=data, class_seed=recipe.class_seed) for part in parts
     }
-    made_by = _provenance(f"stochbn evaluate {experiment.name} --samples {num_samples}")
+    made_by = _provenance(f"stochbn evaluate {experiment.name}{experiment.options} --samples {num_samples}")
     for recipe, seed in runs:
         path, checkpoint = prediction_path(folder, recipe.name, seed), read_checkpoint(checkpoint_path(recipe, seed))
         identity = {"format": FORMAT, "weights_sha256": digest(checkpoint.weights), "num_samples": num_samples}
@@ -84,6 +84,8 @@ def evaluate(
                 "out_of_domain": splits["out-of-domain"].name,
                 "classes": splits["test"].classes,
             }
+            if experiment.options:
+                header["options"] = experiment.options.strip()
             File(header | identity | _describe_run(checkpoint) | made_by, tensors).write(path)
         console.print(f"{recipe.name} seed {seed}: predicted test and out-of-domain data", highlight=False)
     if runs[0] != (experiment.recipe, 0):

@@ -224,6 +224,8 @@ def _describe_notes(results: Results, has_paper: bool) -> list[str]:
             "“Within ±” compares with the paper's ±, and half a unit of its last digit for rounding. The paper prints "
             "no number for one plain network. Its median entropies are read off its plots, to about 0.02."
         )
+    if "options" in results.header:
+        notes.append(f"The networks were trained with {results.header['options']} in place of the experiment's own.")
     expected = EXPERIMENTS.get(results.header["experiment"])
     for name, wanted in (
         ("One network", expected and expected.num_seeds),

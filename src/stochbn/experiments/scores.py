@@ -129,7 +129,7 @@ def collect(files: Sequence[File]) -> Results:
     Raises:
         DataError: The files are not all of one experiment, setting and test set, or one lacks a tensor.
     """
-    for key in ("experiment", "data", "out_of_domain", "classes", "num_samples", "draw_seed"):
+    for key in ("experiment", "options", "data", "out_of_domain", "classes", "num_samples", "draw_seed"):
         found = sorted({str(file.header.get(key)) for file in files})
         if len(found) > 1:
             raise DataError(

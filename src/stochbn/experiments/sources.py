@@ -5,6 +5,7 @@ reach the cache only after that check, and the check is repeated whenever they a
 truncated or swapped file is never used; the next source is asked instead.
 """
 
+import glob
 import hashlib
 import logging
 import os
@@ -13,19 +14,22 @@ import subprocess
 import tarfile
 import tempfile
 import textwrap
+import time
 import zlib
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import IO
 
 import pooch  # type: ignore[import-untyped]
+from rich.console import Console
 
 from stochbn import storage
 
 URL_TIMEOUT = 10.0  # seconds without an answer
 NPM_TIMEOUT = 900.0  # seconds for a whole package
+STALE = 86400.0  # seconds after which nobody is still writing a temporary file
 
 
 class DataError(Exception):
@@ -126,9 +130,24 @@ def fetch(publication: Publication, *, folder: Path | None = None) -> dict[str, 
 
 
 def write_atomically(path: Path, content: bytes) -> None:
-    """Writes a file whole or not at all, in a folder that is made if need be."""
-    path.parent.mkdir(parents=True, exist_ok=True)
-    storage.write_atomically(path, content)
+    """Writes a file whole or not at all, in a folder that is made if need be.
+
+    What killed processes left of this file more than a day ago is removed.
+    """
+    with _explaining_cache(path.parent):
+        path.parent.mkdir(parents=True, exist_ok=True)
+        for temporary in path.parent.glob(f".{glob.escape(path.name)}.{'[a-z0-9_]' * 8}"):
+            with suppress(OSError):  # another process may have removed it
+                if time.time() - temporary.stat().st_mtime > STALE:
+                    temporary.unlink()
+        storage.write_atomically(path, content)
+
+
+def check_writable(folder: Path) -> None:
+    """Makes a folder if need be, and fails at once if no file could be written there later."""
+    with _explaining_cache(folder):
+        folder.mkdir(parents=True, exist_ok=True)
+        tempfile.TemporaryFile(dir=folder).close()
 
 
 def read_at_most(file: IO[bytes], num_bytes: int) -> bytes:
@@ -155,6 +174,20 @@ def read_members(path: Path, limits: dict[str, int]) -> dict[str, bytes]:
     if missing := limits.keys() - contents.keys():
         raise DataError(f"{path.name} lacks {', '.join(sorted(missing))}")
     return contents
+
+
+@contextmanager
+def _explaining_cache(folder: Path) -> Iterator[None]:
+    """Says, where a folder of the cache cannot be written, which place the cache is and how to choose another."""
+    try:
+        yield
+    except OSError as error:
+        if cache_dir() not in (folder, *folder.parents):
+            raise
+        raise OSError(
+            f"Expected to write to the cache {cache_dir()}, got: {error.strerror or error}. "
+            "Set STOCHBN_DATA to a folder that can be written."
+        ) from error
 
 
 def _check(publication: Publication, contents: dict[str, bytes]) -> None:
@@ -209,12 +242,24 @@ def _quiet(logger: logging.Logger) -> Iterator[None]:
         logger.setLevel(level)
 
 
+@contextmanager
+def _waiting(message: str) -> Iterator[None]:
+    """Shows on stderr what goes on: beside a spinner on a terminal, else in a line."""
+    console = Console(stderr=True)
+    if console.is_terminal:
+        with console.status(message):
+            yield
+    else:
+        console.print(message, soft_wrap=True, highlight=False)
+        yield
+
+
 def _pack(publication: Publication) -> dict[str, bytes]:
     npm = shutil.which("npm")
     if npm is None or publication.npm is None:
         raise DataError("npm is not installed")
     command = [npm, "pack", publication.npm, "--ignore-scripts", "--loglevel=error"]
-    with tempfile.TemporaryDirectory() as temporary:
+    with tempfile.TemporaryDirectory() as temporary, _waiting(f"Downloading {publication.npm} with npm …"):
         try:
             done = subprocess.run(
                 command, cwd=temporary, capture_output=True, text=True, timeout=NPM_TIMEOUT, check=False

@@ -26,6 +26,7 @@ from stochbn.experiments.checkpoints import (
 )
 from stochbn.experiments.data import Split, load_split, to_inputs
 from stochbn.experiments.recipes import Recipe
+from stochbn.experiments.sources import check_writable
 
 
 def train(recipe: Recipe, seed: int, *, folder: Path | None = None, console: Console | None = None) -> Path:
@@ -43,6 +44,7 @@ def train(recipe: Recipe, seed: int, *, folder: Path | None = None, console: Con
         raise CheckpointError(_explain_difference(path, checkpoint, recipe, seed))
     if checkpoint and checkpoint.finished:
         return path
+    check_writable(path.parent)
     training = load_split(recipe.data, "train", folder=folder, class_seed=recipe.class_seed)
     validation = load_split(recipe.data, "validation", folder=folder, class_seed=recipe.class_seed)
     steps_per_epoch = len(training) // recipe.batch_size
