@@ -99,11 +99,22 @@ def test_fitted_families_describe_the_draws() -> None:
     assert layer.num_features == 1
 
 
-def test_channels_and_draws_are_independent() -> None:
-    values = known(channels=200).sample(200, seed=1).buffers["bn.running_mean"].numpy()
+def test_channels_and_pairs_of_draws_are_independent() -> None:
+    values = known(channels=200).sample(400, seed=1)[::2].buffers["bn.running_mean"].numpy()
     correlations = np.concatenate([np.corrcoef(m)[np.triu_indices(200, 1)] for m in (values, values.T)])
     assert abs(correlations.mean()) < 5 / math.sqrt(200 * len(correlations))
     assert abs(correlations).max() < 6 / math.sqrt(200)  # two equal rows would correlate by 1
+
+
+def test_two_draws_of_a_pair_mirror_each_other_about_the_centre() -> None:
+    stats = known(mean=0.3, std=0.5, eps=1e-3, channels=5)
+    draws = stats.sample(10, seed=0)
+    centre = stats.sample(1, spread=0, seed=0)
+    means = draws.buffers["bn.running_mean"]
+    torch.testing.assert_close((means[::2] + means[1::2]) / 2, centre.buffers["bn.running_mean"].expand(5, -1))
+    logs = (draws.buffers["bn.running_var"] + 1e-3).log()
+    torch.testing.assert_close((logs[::2] + logs[1::2]) / 2, torch.full_like(logs[::2], 0.3))
+    assert (means[::2] - means[1::2]).abs().min() > 0
 
 
 def test_draw_i_does_not_depend_on_how_many_are_drawn() -> None:

@@ -22,6 +22,10 @@ ORDER = [
     "dropout",
     "uncertainty",
     "averaging",
+    "sharing",
+    "compilation",
+    "engine",
+    "adaptive",
     "prediction",
     "exact",
 ]

@@ -2,7 +2,7 @@
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Literal
+from typing import Any, Literal
 
 import torch
 from torch import Tensor
@@ -23,11 +23,12 @@ class Prediction:
 
     Attributes:
         link: How outputs became what is averaged.
-        num_samples: S, over all members of an ensemble.
+        num_samples: S, over all members of an ensemble; the most of any input where they differ.
         mean: (N, K, *) mean over the draws; `probs` is another name for it where it holds probabilities.
         std: (N, K, *) standard deviation over the draws, 0 for a single one.
         samples: (S, N, K, *) each draw's, or None with `keep_samples=False`.
         expected_entropy: (N, *) mean of the draws' entropies; (N, K, *) with "sigmoid"; None with "identity".
+        counts: (N,) how many draws each input took, of every member, with `num_samples="auto"`; else None.
     """
 
     link: Link
@@ -36,6 +37,7 @@ class Prediction:
     std: Tensor
     samples: Tensor | None
     expected_entropy: Tensor | None
+    counts: Tensor | None = None
 
     @property
     def probs(self) -> Tensor:
@@ -90,7 +92,7 @@ class Average:
         """Takes raw outputs of some draws, each of which counts by `weight`."""
         if outputs.shape[1] == 0:
             raise ValueError("Expected at least one input, got an empty batch. Leave empty batches out.")
-        samples = _apply_link(outputs, self.link)
+        samples = apply_link(outputs, self.link)
         finite = samples.isfinite()
         if not finite.all():
             draw, row = (int(i) for i in (~finite).nonzero()[0][:2])
@@ -121,20 +123,27 @@ class Average:
         )
 
 
-def join(parts: Sequence[Prediction]) -> Prediction:
-    """Puts the predictions of successive batches together."""
+def join(parts: Sequence[Prediction], order: Tensor | None = None) -> Prediction:
+    """Puts the predictions of successive batches together; or of the inputs that `order` tells, (N,)."""
     if not parts:
         raise ValueError("Expected at least one batch of inputs, got an empty loader. Pass one with data.")
-    if len(parts) == 1:
-        return parts[0]
-    samples, entropies = ([getattr(part, name) for part in parts] for name in ("samples", "expected_entropy"))
+    places = None if order is None else order.argsort()
+
+    def cat(name: str, dim: int = 0) -> Any:
+        values = [getattr(part, name) for part in parts]
+        if values[0] is None:
+            return None
+        whole = values[0] if len(values) == 1 else torch.cat(values, dim)
+        return whole if places is None else whole.index_select(dim, places.to(whole.device))
+
     return Prediction(
         link=parts[0].link,
-        num_samples=parts[0].num_samples,
-        mean=torch.cat([part.mean for part in parts]),
-        std=torch.cat([part.std for part in parts]),
-        samples=None if samples[0] is None else torch.cat(samples, dim=1),
-        expected_entropy=None if entropies[0] is None else torch.cat(entropies),
+        num_samples=max(part.num_samples for part in parts),
+        mean=cat("mean"),
+        std=cat("std"),
+        samples=cat("samples", 1),
+        expected_entropy=cat("expected_entropy"),
+        counts=cat("counts"),
     )
 
 
@@ -149,7 +158,8 @@ def _entropy(probs: Tensor, link: Link) -> Tensor:
     return entropy(probs)
 
 
-def _apply_link(outputs: Tensor, link: Link) -> Tensor:
+def apply_link(outputs: Tensor, link: Link) -> Tensor:
+    """Turns raw outputs (S, N, …) into what is averaged, in float32 or better."""
     outputs = outputs if outputs.dtype == torch.float64 else outputs.float()
     if link == "identity":
         return outputs

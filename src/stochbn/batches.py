@@ -51,6 +51,18 @@ def rows(item: Any, start: int, stop: int) -> Any:
     return map_leaves(lambda leaf: leaf[start:stop] if has_rows(leaf, count) else leaf, item)
 
 
+def take(item: Any, places: list[int]) -> Any:
+    """Takes the examples at some places of an item."""
+    count = num_examples(item)
+
+    def pick(leaf: Any) -> Any:
+        if not has_rows(leaf, count):
+            return leaf
+        return leaf[places] if isinstance(leaf, Tensor) else [leaf[place] for place in places]
+
+    return item if places == list(range(count)) else map_leaves(pick, item)
+
+
 def concatenate(a: Any, b: Any) -> Any:
     """Puts the examples of two items of one form together."""
     count_a, count_b = num_examples(a), num_examples(b)
@@ -61,6 +73,13 @@ def concatenate(a: Any, b: Any) -> Any:
         return torch.cat([leaf_a, leaf_b]) if isinstance(leaf_a, Tensor) else leaf_a + leaf_b
 
     return map_leaves(join, a, b)
+
+
+def fill(item: Any, size: int) -> Any:
+    """Repeats an item's examples until it has `size` of them."""
+    while (count := num_examples(item)) < size:
+        item = concatenate(item, rows(item, 0, size - count))
+    return item
 
 
 def has_rows(leaf: Any, count: int) -> bool:

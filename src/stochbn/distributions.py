@@ -18,7 +18,7 @@ from torch.distributions import LogNormal, Normal
 from stochbn import storage
 from stochbn.batches import check_whole, listing
 from stochbn.moments import Moments
-from stochbn.seeding import random_seed, standard_normal
+from stochbn.seeding import antithetic_normal, random_seed
 from stochbn.statistics import all_batch_norms, buffer_names, unwrap
 
 
@@ -174,7 +174,8 @@ class Factorized(StatisticsDistribution):
         Args:
             num_samples: S ≥ 1.
             spread: Multiplies the standard deviations; 0 gives the centre, S times.
-            seed: Draw i of a seed is always the same network. None takes a seed from torch's generator.
+            seed: Draw i of a seed is always the same network. None takes a seed from torch's generator. Draws 2i and
+                2i + 1 mirror each other (`seeding.antithetic_normal`); `draws[::2]` are independent.
             first: Index of the first draw, to draw them in parts.
         """
         num_samples = check_whole("num_samples", num_samples, 1)
@@ -182,7 +183,7 @@ class Factorized(StatisticsDistribution):
             raise ValueError(f"Expected a finite spread of at least 0, got {spread}. Pass 1 for the fitted one.")
         seed = random_seed() if seed is None else seed
         sizes = [2 * layer.num_features for layer in self.layers.values()]
-        noise = torch.stack([standard_normal(seed, first + i, sum(sizes)) for i in range(num_samples)])  # (S, Σ 2C)
+        noise = antithetic_normal(seed, first, num_samples, sum(sizes))  # (S, Σ 2C)
         buffers = {}
         for (name, layer), z in zip(self.layers.items(), noise.split(sizes, dim=1), strict=True):
             moments = layer.moments

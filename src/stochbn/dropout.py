@@ -33,10 +33,10 @@ def _mix(h: Tensor) -> Tensor:
 
 def hashed_uniform(key: int, draw: Tensor, shape: tuple[int, ...]) -> Tensor:
     """Returns numbers in [0, 1), a function of key, draw and position alone: () → `shape`, float64."""
-    golden = _signed(0x9E3779B97F4A7C15)
-    stream = _mix(draw * golden + key)
-    position = torch.arange(1, torch.Size(shape).numel() + 1, device=draw.device).view(shape)
-    return ((_mix(stream + position * golden) >> 11) & (2**53 - 1)).double() * 2.0**-53
+    stream = _mix(draw * _signed(0x9E3779B97F4A7C15) + key)
+    # The position is scrambled before it is added: a product of it the compiler takes for an offset, without overflow.
+    position = _mix(torch.arange(1, torch.Size(shape).numel() + 1, device=draw.device).view(shape))
+    return ((_mix(stream + position) >> 11) & (2**53 - 1)).double() * 2.0**-53
 
 
 class DropoutMasks:

@@ -24,7 +24,8 @@ from stochbn.batches import (
     rows,
     without_labels,
 )
-from stochbn.prediction import Called, check_options, is_loader
+from stochbn.engine import Called
+from stochbn.prediction import check_options, is_loader
 from stochbn.statistics import BatchNormalization, all_batch_norms, evaluating, preserving_rng, unwrap
 from stochbn.uncertainty import class_indices
 

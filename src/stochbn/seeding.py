@@ -21,10 +21,26 @@ def member_seed(seed: int, member: int) -> int:
     return seed if member == 0 else derive_seed(seed, "member", member)
 
 
-def standard_normal(seed: int, draw: int, size: int) -> torch.Tensor:
-    """Returns the Gaussian noise of one draw, on the CPU, in float64: (size,)."""
-    generator = torch.Generator("cpu").manual_seed(derive_seed(seed, "draw", draw))
-    return torch.randn(size, generator=generator, dtype=torch.float64, device="cpu")
+def antithetic_normal(seed: int, first: int, count: int, size: int) -> torch.Tensor:
+    """Returns the Gaussian noise of successive draws, on the CPU: (count, size), float64.
+
+    Draw 2i + 1 is the mirror image of draw 2i, so that in the mean over both all that is odd in the noise cancels, the
+    linear part above all. Pairs are independent of each other; so are the draws of even number.
+
+    Example:
+        >>> noise = antithetic_normal(seed=0, first=0, count=4, size=3)
+        >>> torch.equal(noise[0], -noise[1])
+        True
+        >>> torch.equal(antithetic_normal(seed=0, first=3, count=1, size=3), noise[3:])
+        True
+    """
+    pairs = range(first // 2, (first + count + 1) // 2)
+    noise = torch.empty(len(pairs), 2, size, dtype=torch.float64, device="cpu")
+    for row, pair in zip(noise, pairs, strict=True):
+        generator = torch.Generator("cpu").manual_seed(derive_seed(seed, "pair", pair))
+        torch.randn(size, generator=generator, dtype=torch.float64, device="cpu", out=row[0])
+    torch.neg(noise[:, 0], out=noise[:, 1])
+    return noise.flatten(0, 1)[first % 2 : first % 2 + count]
 
 
 def random_seed() -> int:

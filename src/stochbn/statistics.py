@@ -106,6 +106,36 @@ def observation(mean: Tensor, variance: Tensor, eps: float) -> Tensor:
     return torch.stack([mean, (variance + eps).log()], dim=1)
 
 
+def normalise(
+    x: Tensor, weight: Tensor | None, bias: Tensor | None, eps: float, groups: int = 1
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Normalises as training does, with the mean and the biased variance of the batch, in float32 or better. Pure.
+
+    Args:
+        x: (G·M, C, *) input of a BatchNorm layer.
+        weight: γ, (C,), or None for 1.
+        bias: β, (C,), or None for 0.
+        eps: ε.
+        groups: G, mini-batches that lie one after the other in `x` and are normalised apart.
+
+    Returns:
+        The output, shaped as `x`, and what is fitted: the mean and log(σ² + ε), (G, C) each.
+
+    Example:
+        >>> x = torch.tensor([[1.0], [3.0], [10.0], [10.0]])
+        >>> output, mean, log_variance = normalise(x, None, None, eps=1.0, groups=2)
+        >>> mean.flatten(), log_variance.exp().round(decimals=4).flatten()
+        (tensor([ 2., 10.]), tensor([2., 1.]))
+    """
+    wide = x if x.dtype == torch.float64 else x.float()
+    weight, bias = (None if p is None else p.to(wide.dtype) for p in (weight, bias))
+    # Training's own kernel, which computes the statistics and applies them at once.
+    parts = [torch.native_batch_norm(part, weight, bias, None, None, True, 0.0, eps) for part in wide.chunk(groups)]
+    output, mean, inverse = parts[0] if groups == 1 else (torch.cat(values) for values in zip(*parts, strict=True))
+    mean, inverse = mean.view(groups, -1), inverse.view(groups, -1)
+    return output.to(x.dtype), mean, inverse.log() * -2
+
+
 class BatchNormalization(TorchFunctionMode):
     """Context in which the given layers of a model in eval mode normalise by their batch.
 
@@ -153,16 +183,10 @@ class BatchNormalization(TorchFunctionMode):
                 f"Expected more than 1 value a channel and mini-batch in layer {where}, got input of shape "
                 f"{list(input.shape)}. Pass a loader of larger batches or a larger batch_size=."
             )
-        mean, variance = batch_moments(input, self.groups)  # (G, C)
+        output, mean, log_variance = normalise(input, weight, bias, eps, self.groups)
         if self.record and name is not None:
-            self.observed.setdefault(name, []).append(observation(mean, variance, eps))
-        scale = (variance + eps).rsqrt()
-        scale = scale if weight is None else scale * weight
-        shift = -mean * scale
-        shift = shift if bias is None else shift + bias
-        shape = (self.groups, 1, input.shape[1]) + (1,) * (input.dim() - 2)
-        x = input.unflatten(0, (self.groups, -1))  # (G, M, C, *)
-        return torch.addcmul(shift.view(shape), x, scale.view(shape)).flatten(0, 1).to(input.dtype)
+            self.observed.setdefault(name, []).append(torch.stack([mean, log_variance], dim=1))
+        return output
 
 
 @contextmanager
@@ -191,7 +215,9 @@ def keeping_tensors(model: nn.Module) -> Iterator[None]:
         yield
     finally:
         for place, kept in zip(places, before, strict=True):
-            for key in {key for either in (place, kept) for key, value in either.items() if isinstance(value, Tensor)}:
+            bound = [key for key, value in place.items() if isinstance(value, Tensor) and kept.get(key) is not value]
+            lost = [key for key, value in kept.items() if isinstance(value, Tensor) and place.get(key) is not value]
+            for key in (*bound, *lost):
                 if key in kept:
                     place[key] = kept[key]
                 else:

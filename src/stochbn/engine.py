@@ -1,0 +1,378 @@
+"""Draws × batch → outputs, as fast as the arithmetic allows.
+
+Draws are stacked with `vmap`, so that each weight is read once for all of them. Three things make that faster than
+as many plain passes. BatchNorm with drawn statistics is an affine map, whose scale and shift are folded ahead, for all
+draws. What comes before the first drawn number is computed once. And convolutions get their weights channels-last, the
+layout in which the kernels need not reorder.
+"""
+
+import itertools
+import math
+import warnings
+from collections.abc import Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+from torch.func import functional_call, vmap
+from torch.nn import functional as F
+from torch.overrides import TorchFunctionMode
+from torch.utils._pytree import tree_flatten, tree_unflatten
+
+from stochbn.batches import Call, copy_to, device_of, fill, map_leaves, num_examples, tensors_in
+from stochbn.compilation import CompiledPass, compiled_pass
+from stochbn.distributions import Draws, StatisticsDistribution
+from stochbn.dropout import DropoutMasks, dropout_masks
+from stochbn.sharing import Recording
+from stochbn.statistics import all_batch_norms, buffer_names, dropout_layers, evaluating, keeping_tensors
+
+Source = StatisticsDistribution | Draws | None
+Affine = tuple[Tensor, Tensor]
+
+
+class Drawn(NamedTuple):
+    """Some draws, each tensor with one row a draw: buffers by name, affine maps by layer, and the draws' indices."""
+
+    buffers: dict[str, Tensor]
+    affines: dict[str, Affine]
+    indices: Tensor
+
+
+# Draws are stacked until a pass holds this many examples, so that memory depends on the batch, not on S.
+STACKED_EXAMPLES = 64
+# The largest activation of a stack is kept below this (256 MB); before it is known, each input value is taken to
+# become so many.
+STACKED_BYTES = 2**28
+CHANNELS = 64
+# Draws are made ahead, in blocks of at most so many numbers (32 MB in float64), so that those too are bounded.
+BLOCK_NUMBERS = 2**22
+
+
+class Called(nn.Module):
+    """Makes `call(model, item)` a forward pass, so that buffers can be swapped for it with `functional_call`."""
+
+    def __init__(self, model: nn.Module, call: Call) -> None:
+        super().__init__()
+        self.model = model
+        self.call = call
+
+    def forward(self, item: Any) -> Tensor:
+        output = self.call(self.model, item)
+        output = getattr(output, "logits", output)
+        if not isinstance(output, Tensor) or not (output.is_floating_point() and output.dim()):
+            got = (
+                f"{output.dtype} of shape {list(output.shape)}" if isinstance(output, Tensor) else type(output).__name__
+            )
+            raise TypeError(
+                f"Expected the model to return a floating-point tensor with a row an input, got {got}. "
+                "Pick it out with call=, for example call=lambda model, x: model(x)['out']."
+            )
+        return output
+
+
+_LAYOUT_DEPENDENT = {torch.as_strided, Tensor.as_strided, Tensor.as_strided_}
+
+
+def _average_pool(input: Tensor, output_size: Any) -> Tensor:  # noqa: A002, the name it is called by
+    """Pools as torch does; to one value as a mean, which `vmap` can stack in every memory format."""
+    if output_size in (1, (1,), [1], (1, 1), [1, 1]):
+        return input.mean((-2, -1), keepdim=True)
+    return F.adaptive_avg_pool2d(input, output_size)
+
+
+class DrawnNormalization(TorchFunctionMode):
+    """Context of a stacked pass: answers torch's `batch_norm` by a drawn layer's affine map, and shares what it can.
+
+    Args:
+        layers: `{id of a drawn running mean: (layer, affine)}`.
+        recording: Of the passes over this batch, if they may share.
+    """
+
+    def __init__(self, layers: dict[int, tuple[nn.Module, Affine]], recording: Recording | None) -> None:
+        super().__init__()
+        self.layers = layers
+        self.recording = recording
+        self.most_bytes = 0  # of what a draw normalises at once
+
+    def __torch_function__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        kwargs = kwargs or {}
+        if func is F.batch_norm:
+            return self._normalise(*args, **kwargs)
+        if func is F.adaptive_avg_pool2d:
+            func = _average_pool
+        elif func in _LAYOUT_DEPENDENT:
+            raise NotImplementedError(f"{func.__name__} depends on how a tensor lies in memory")
+        return self._call(func, args, kwargs)
+
+    def _call(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        return func(*args, **kwargs) if self.recording is None else self.recording.call(func, args, kwargs)
+
+    def _normalise(
+        self,
+        input: Tensor,  # noqa: A002, the name it is called by
+        running_mean: Tensor | None,
+        running_var: Tensor | None,
+        weight: Tensor | None = None,
+        bias: Tensor | None = None,
+        training: bool = False,
+        momentum: float = 0.1,
+        eps: float = 1e-5,
+    ) -> Tensor:
+        self.most_bytes = max(self.most_bytes, input.numel() * input.element_size())
+        layer, affine = self.layers.get(id(running_mean), (None, None))
+        # A class of its own may pass other parameters than the layer's, for which nothing was folded.
+        plain = layer is not None and weight is layer.weight and bias is layer.bias and eps == layer.eps
+        if affine is None or training or not plain:
+            args = (input, running_mean, running_var, weight, bias, training, momentum, eps)
+            output: Tensor = self._call(F.batch_norm, args, {})
+            return output
+        if self.recording is not None:
+            self.recording.stop(input)
+        scale, shift = (values.view(-1, *(1 for _ in input.shape[2:])) for values in affine)
+        return torch.addcmul(shift, input, scale).to(input.dtype)
+
+
+class Network:
+    """One model and its draws."""
+
+    def __init__(
+        self,
+        model: nn.Module,
+        call: Call,
+        source: Source,
+        *,
+        num_samples: int,
+        seed: int,
+        dropout: bool,
+        compiles: bool = False,
+    ) -> None:
+        self.model = model
+        self.call = call
+        self.called = Called(model, call)
+        self.source = source
+        self.seed = seed
+        self.dropout = dropout
+        self.masks: DropoutMasks | None = None
+        self.device = device_of(model)
+        self.stacks = True  # until the model shows that it cannot be vectorised
+        self.shares = True  # until it shows that its passes cannot be shared, or not channels-last
+        self.compiles = compiles
+        self.compiled_rows = 0
+        self.bytes_a_draw: int | None = None
+        self.block: tuple[range, dict[str, Tensor], dict[str, Affine]] = (range(0), {}, {})  # the draws at hand
+        self.layers: dict[str, Any] = {} if source is None else dict(all_batch_norms(model))
+        self.weights: dict[str, Tensor] | None = None
+        if dropout:
+            dropout_layers(model)
+        if isinstance(source, Draws):
+            self.num_draws = len(source)
+            self._load(range(self.num_draws))
+        else:
+            self.num_draws = num_samples if dropout or source is not None else 1
+        if isinstance(source, StatisticsDistribution):
+            self._load(range(1))
+            if source.dropout != dropout:
+                warnings.warn(
+                    f"The statistics were fitted with dropout={source.dropout} and are used with dropout={dropout}; "
+                    "fit them with the same.",
+                    stacklevel=4,
+                )
+
+    @contextmanager
+    def active(self) -> Iterator[None]:
+        """Has the model in eval mode and with this network's dropout masks. One model may serve several networks."""
+        with evaluating(self.model):
+            if self.dropout:
+                with dropout_masks(self.model, self.seed) as self.masks:
+                    yield
+            else:
+                yield
+
+    def run(self, item: Any, chunk_size: int | None, first: int = 0, last: int | None = None) -> Iterator[Tensor]:
+        """Yields outputs (s, N, …) of successive draws, from the first to before the last."""
+        last = self.num_draws if last is None else last
+        wants_gradient = torch.is_grad_enabled() and any(t.requires_grad for t in tensors_in(item))
+        with torch.set_grad_enabled(wants_gradient):
+            if self.compiles and self.num_draws > 1 and not wants_gradient:
+                chunks = self._run_compiled(item, chunk_size, first, last)
+            else:
+                chunks = self._run_eager(item, chunk_size, first, last)
+        while True:
+            with torch.set_grad_enabled(wants_gradient):
+                outputs = next(chunks, None)
+            if outputs is None:
+                return
+            yield outputs
+
+    def _run_eager(self, item: Any, chunk_size: int | None, first: int, last: int) -> Iterator[Tensor]:
+        batch = _Batch(item, self.device)
+        while first < last:
+            stop = min(first + (chunk_size or self._suitable_size(item, self.bytes_a_draw)), last)
+            if self.num_draws == 1 or chunk_size == 1:
+                yield self._looped(first, stop, batch)
+            else:
+                yield self._stacked_if_possible(first, stop, batch)
+            first = stop
+
+    def _run_compiled(self, item: Any, chunk_size: int | None, first: int, last: int) -> Iterator[Tensor]:
+        count = num_examples(item)
+        self.compiled_rows = max(self.compiled_rows, count)
+        item = copy_to(fill(item, self.compiled_rows), self.device)  # one shape, so that one code serves all batches
+        size = chunk_size or self._suitable_size(item, None)
+        size = math.ceil((last - first) / math.ceil((last - first) / size))
+        named = itertools.chain(
+            self.called.named_parameters(remove_duplicate=False), self.called.named_buffers(remove_duplicate=False)
+        )
+        tensors = {name: tensor.detach() for name, tensor in named} | self._weights()
+        fixed = [*tensors.values(), *tensors_in(item)]
+        code: CompiledPass | None = None
+        for start in range(first, last, size):
+            stop = min(start + size, last)
+            begin = max(first, stop - size)  # a last, smaller chunk goes over some draws again
+            drawn, structure = tree_flatten(self._draws(begin, stop))
+
+            def stack(*flat: Tensor, structure: Any = structure) -> Tensor:
+                given = iter(flat)
+                swapped = dict(zip(tensors, given, strict=False))
+                own = map_leaves(lambda leaf: next(given) if isinstance(leaf, Tensor) else leaf, item)
+                return self._stack(swapped, tree_unflatten(list(given), structure), own)
+
+            if code is None:
+                kind = (self.call, self.seed if self.dropout else None, tuple(tensors), structure, repr(self.model))
+                code = compiled_pass(self.model, kind, stack, fixed, drawn)
+                code.begin()
+            yield code(fixed, drawn)[start - begin :, :count]
+
+    def _suitable_size(self, item: Any, bytes_a_draw: int | None) -> int:
+        guess = CHANNELS * sum(tensor.numel() * tensor.element_size() for tensor in tensors_in(item))
+        bound = STACKED_BYTES // max(1, bytes_a_draw or guess)
+        return max(1, min(STACKED_EXAMPLES // max(1, num_examples(item)), bound))
+
+    def _stacked_if_possible(self, start: int, stop: int, batch: "_Batch") -> Tensor:
+        problem: Exception | None = None
+        while self.stacks:
+            try:
+                return self._stacked(start, stop, batch)
+            except Exception as error:  # whatever it is, the loop below runs the model as its author meant it
+                problem = error
+                self.stacks, self.shares = self.shares, False
+        outputs = self._looped(start, stop, batch)
+        if problem is not None:
+            reason = str(problem).strip().split("\n")[0]
+            warnings.warn(
+                f"{type(self.model).__name__} cannot be vectorised over draws, so they are computed one by one "
+                f"({type(problem).__name__}: {reason}). chunk_size=1 says that this is meant.",
+                stacklevel=4,
+            )
+        return outputs
+
+    def _stacked(self, start: int, stop: int, batch: "_Batch") -> Tensor:
+        weights = self._weights() if self.shares and not torch.is_grad_enabled() else {}
+        item, recording = batch.begin() if self.shares else (batch.copy(), None)
+        with keeping_tensors(self.model):
+            return self._stack(weights, self._draws(start, stop), item, recording)
+
+    def _stack(self, weights: dict[str, Tensor], draws: Drawn, item: Any, recording: Recording | None = None) -> Tensor:
+        normalization = DrawnNormalization({}, recording)
+
+        def forward(draw: Drawn) -> Tensor:
+            drawn = {name: draw.buffers[f"model.{buffer_names(name)[0]}"] for name in draw.affines}
+            normalization.layers = {id(mean): (self.layers[name], draw.affines[name]) for name, mean in drawn.items()}
+            return self._forward({**weights, **draw.buffers}, draw.indices, item, normalization)
+
+        outputs = vmap(forward, randomness="different")(draws)
+        self.bytes_a_draw = normalization.most_bytes
+        return outputs
+
+    def _looped(self, start: int, stop: int, batch: "_Batch") -> Tensor:
+        draws = self._draws(start, stop)
+        outputs = [
+            self._forward({name: values[i] for name, values in draws.buffers.items()}, index, batch.copy())
+            for i, index in enumerate(draws.indices)
+        ]
+        return torch.stack(outputs)
+
+    def _forward(
+        self, tensors: dict[str, Tensor], index: Tensor, item: Any, mode: AbstractContextManager[Any] | None = None
+    ) -> Tensor:
+        if self.masks is not None:
+            self.masks.select(index)
+        with mode or nullcontext():
+            # Without tie_weights=False a layer that two parents share would get its drawn buffers back as its own.
+            output: Tensor = functional_call(self.called, tensors, (item,), tie_weights=False)
+        return output
+
+    def _weights(self) -> dict[str, Tensor]:
+        """Returns the weights of convolutions channels-last, the model's own where they are so already."""
+        if self.weights is None:
+            self.weights = {
+                f"{name}.weight": module.weight.contiguous(memory_format=torch.channels_last)
+                for name, module in self.called.named_modules()
+                if type(module) is nn.Conv2d and "weight" in module._parameters and self.device.type == "cpu"
+            }
+        return self.weights
+
+    def _draws(self, start: int, stop: int) -> Drawn:
+        index = torch.arange(start, stop, device=self.device)
+        if self.source is None:
+            return Drawn({}, {}, index)
+        draws, buffers, affines = self.block
+        if not (start in draws and stop - 1 in draws):
+            numbers = sum(values[0].numel() for values in buffers.values())
+            ahead = max(stop - start, BLOCK_NUMBERS // numbers)
+            self._load(range(start, min(start + ahead, self.num_draws)))
+            draws, buffers, affines = self.block
+        part = slice(start - draws[0], stop - draws[0])
+        buffers = {name: values[part] for name, values in buffers.items()}
+        if torch.is_grad_enabled():  # the maps carry gradients to the layers' parameters, anew in each pass
+            return Drawn(buffers, self._fold(buffers), index)
+        return Drawn(buffers, {name: (scale[part], shift[part]) for name, (scale, shift) in affines.items()}, index)
+
+    def _load(self, draws: range) -> None:
+        if isinstance(self.source, StatisticsDistribution):
+            made = self.source.sample(len(draws), seed=self.seed, first=draws[0])
+        else:
+            assert self.source is not None
+            made = self.source
+        buffers = {f"model.{name}": values for name, values in made.match(self.model).buffers.items()}
+        with torch.no_grad():
+            self.block = (draws, buffers, self._fold(buffers))
+
+    def _fold(self, buffers: dict[str, Tensor]) -> dict[str, Affine]:
+        """Makes γ (x − μ) / sqrt(σ² + ε) + β one scale and shift a channel, (S, C) each, in float32 or better."""
+        affines = {}
+        for name, layer in self.layers.items():
+            mean_name, var_name = (f"model.{buffer}" for buffer in buffer_names(name))
+            if mean_name in buffers:
+                mean, var = (
+                    b if b.dtype == torch.float64 else b.float() for b in (buffers[mean_name], buffers[var_name])
+                )
+                scale = (var + layer.eps).rsqrt() * (1.0 if layer.weight is None else layer.weight)
+                affines[name] = (scale, -mean * scale + (0.0 if layer.bias is None else layer.bias))
+        return affines
+
+
+class _Batch:
+    """One batch on its way through all passes."""
+
+    def __init__(self, item: Any, device: torch.device) -> None:
+        self._item = item
+        self._device = device
+        self._copy: Any = None
+        self._recording: Recording | None = None
+
+    def copy(self) -> Any:
+        """Returns the item for one pass, which may write into it."""
+        return copy_to(self._item, self._device)
+
+    def begin(self) -> tuple[Any, Recording]:
+        """Returns the item, and what earlier passes over it have computed for this one."""
+        if self._recording is not None and self._recording.reusable:
+            self._recording.rewind()
+        else:
+            self._copy = self.copy()
+            self._recording = Recording(tensors_in(self._copy))
+        return self._copy, self._recording

@@ -1,0 +1,87 @@
+"""Compiled passes: equal to eager ones to rounding, and compiled once."""
+
+import shutil
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch._dynamo.utils import counters
+
+import stochbn
+from conftest import calibrate
+
+pytestmark = [
+    pytest.mark.skipif(shutil.which("g++") is None, reason="torch.compile needs a C++ compiler"),
+    pytest.mark.filterwarnings("ignore::DeprecationWarning"),  # torch's own, within the compiler
+]
+
+
+@pytest.fixture(scope="module")
+def images() -> list[Tensor]:
+    torch.manual_seed(0)
+    return [torch.rand(8, 2, 6, 6) for _ in range(10)]
+
+
+def network(dropout: float = 0.0) -> nn.Sequential:
+    return nn.Sequential(
+        nn.Conv2d(2, 4, 3, padding=1),
+        nn.BatchNorm2d(4),
+        nn.ReLU(),
+        nn.Dropout(dropout),
+        nn.Conv2d(4, 4, 3, padding=1, bias=False),
+        nn.BatchNorm2d(4),
+        nn.AdaptiveAvgPool2d(1),
+        nn.Flatten(),
+        nn.Linear(4, 3),
+    )
+
+
+@pytest.mark.parametrize("dropout", [False, True])
+def test_equals_eager_and_is_compiled_once_for_all_batches(images: list[Tensor], dropout: bool) -> None:
+    model = calibrate(network(0.5), images)
+    stats = stochbn.fit(model, images, dropout=dropout, progress=False)
+    loader = [images[0], images[1], images[2][:3]]  # the last is smaller, and 11 draws make an incomplete chunk
+    options = {"num_samples": 11, "seed": 4, "dropout": dropout}
+    eager = stochbn.predict(model, stats, loader, chunk_size=1, **options)
+    counters.clear()
+    compiled = stochbn.predict(model, stats, loader, compile=True, **options)
+    graphs = counters["stats"]["unique_graphs"]
+    assert graphs <= 2  # what is shared, and the rest
+    torch.testing.assert_close(compiled.samples, eager.samples, rtol=1e-4, atol=1e-6)
+    assert compiled.samples.std(0).max() > 1e-3
+    again = stochbn.predict(model, stats, loader, compile=True, **options)
+    assert torch.equal(again.samples, compiled.samples)
+    assert counters["stats"]["unique_graphs"] == graphs
+    # The code follows the weights.
+    with torch.no_grad():
+        model[-1].weight.mul_(3)
+        model[1].bias.add_(0.5)
+    changed = stochbn.predict(model, stats, loader, compile=True, **options)
+    expected = stochbn.predict(model, stats, loader, chunk_size=1, **options)
+    torch.testing.assert_close(changed.samples, expected.samples, rtol=1e-4, atol=1e-6)
+    assert (changed.samples - compiled.samples).abs().max() > 1e-3
+    assert counters["stats"]["unique_graphs"] == graphs
+
+
+def test_what_cannot_be_traced_says_so(images: list[Tensor]) -> None:
+    class Branches(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.net = network()
+
+        def forward(self, x: Tensor) -> Tensor:
+            y = self.net(x)
+            return y if float(y.sum()) > 0 else -y
+
+    model = calibrate(Branches(), images)
+    stats = stochbn.fit(model, images, progress=False)
+    with pytest.raises(RuntimeError, match="Expected Branches to compile"):
+        stochbn.predict(model, stats, images[0], compile=True)
+
+
+def test_gradients_go_uncompiled(images: list[Tensor]) -> None:
+    model = calibrate(network(), images)
+    stats = stochbn.fit(model, images, progress=False)
+    x = images[0].clone().requires_grad_()
+    stochbn.predict(model, stats, x, num_samples=3, compile=True).entropy.sum().backward()
+    assert x.grad.abs().max() > 0
