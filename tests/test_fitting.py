@@ -1,3 +1,4 @@
+import itertools
 import warnings
 
 import pytest
@@ -114,3 +115,42 @@ def test_progress_bar(model: nn.Module, batches: list[Tensor], capsys: pytest.Ca
     assert "fit" in capsys.readouterr().err
     stochbn.fit(model, iter(batches), progress=False)
     assert capsys.readouterr().err == ""
+
+
+def test_fitting_stops_when_the_standard_errors_are_small_enough(model: nn.Module) -> None:
+    generator = torch.Generator().manual_seed(0)
+
+    def endless():
+        while True:
+            yield torch.rand(16, 1, 8, 8, generator=generator)
+
+    counts = []
+    for tolerance in (0.1, 0.03):
+        stats = stochbn.fit(calibrate(model, list(itertools.islice(endless(), 20))), endless(), tolerance=tolerance)
+        counts.append(stats.num_batches)
+        for layer in stats.layers.values():
+            of_mean, of_log = (layer.moments.variance / stats.num_batches).sqrt()
+            assert (of_mean / (layer.moments.mean[1] / 2).exp()).max() <= tolerance
+            assert of_log.max() <= tolerance
+    assert 2 < counts[0] < counts[1]
+    with pytest.raises(ValueError, match="tolerance above 0"):
+        stochbn.fit(model, endless(), tolerance=0)
+
+
+def test_the_standard_error_is_that_of_repeated_fits(model: nn.Module) -> None:
+    generator = torch.Generator().manual_seed(0)
+    batches = [torch.rand(16, 1, 8, 8, generator=generator) for _ in range(400)]
+    calibrate(model, batches)
+    fits = [stochbn.fit(model, batches[i : i + 20], progress=False) for i in range(0, 400, 20)]
+    name = next(iter(fits[0].layers))
+    centres = torch.stack([fit.layers[name].moments.mean for fit in fits])  # (20, 2, C)
+    stated = torch.stack([(fit.layers[name].moments.variance / 20).sqrt() for fit in fits]).mean(0)
+    # A standard deviation of 20 fits is known to 16 %, and the median of several channels better.
+    assert 0.7 < (centres.std(0) / stated).median() < 1.3
+
+
+def test_the_progress_bar_tells_the_standard_error(
+    model: nn.Module, batches: list[Tensor], capsys: pytest.CaptureFixture[str]
+) -> None:
+    stochbn.fit(model, batches * 20, progress=True)
+    assert "standard_error=" in capsys.readouterr().err

@@ -309,7 +309,7 @@ class Network:
         """Returns the weights of convolutions channels-last, the model's own where they are so already."""
         if self.weights is None:
             self.weights = {
-                f"{name}.weight": module.weight.contiguous(memory_format=torch.channels_last)
+                f"{name}.weight": module.weight.to(memory_format=torch.channels_last)
                 for name, module in self.called.named_modules()
                 if type(module) is nn.Conv2d and "weight" in module._parameters and self.device.type == "cpu"
             }

@@ -1,5 +1,6 @@
 """Data → distribution, in one pass over a loader."""
 
+import itertools
 import warnings
 from collections.abc import Iterable
 from typing import Any, Literal
@@ -28,6 +29,8 @@ from stochbn.statistics import (
 # off: p = 0.5 doubles the second moment of what it passes on.
 MAX_SHIFT = 1.0
 MAX_LOG_RATIO = 1.386
+# Observations are added up, and standard errors computed, after so many forward passes.
+TOGETHER = 10
 
 
 def fit(
@@ -36,6 +39,7 @@ def fit(
     *,
     batch_size: int | None = None,
     num_batches: int | None = None,
+    tolerance: float | None = None,
     dropout: bool = False,
     layers: Layers = None,
     call: Call | None = None,
@@ -53,6 +57,8 @@ def fit(
         batch_size: M, the size of the mini-batches that the model was trained with. By default the loader's. A loader
             of larger batches is faster and gives the same: each is cut into mini-batches that are normalised apart.
         num_batches: Use only that many mini-batches.
+        tolerance: Stop when no channel's centre has a standard error above this: of μ in units of the channel's σ, and
+            of log σ² (0.01, say). The fitted spreads are then as certain. By default the whole loader is used.
         dropout: Keep dropout layers active, for `predict(…, dropout=True)`.
         layers: The BatchNorm layers to treat: names or patterns, or a predicate of name and module. The others
             keep to their running statistics, here and in prediction.
@@ -77,6 +83,8 @@ def fit(
     for name, value in (("batch_size", batch_size), ("num_batches", num_batches)):
         if value is not None:
             check_whole(name, value, 2)
+    if tolerance is not None and not tolerance > 0:
+        raise ValueError(f"Expected a tolerance above 0, got {tolerance}. Pass 0.01, say, or leave it out.")
     model = unwrap(model)
     chosen = find_layers(model, layers)
     if dropout:
@@ -90,13 +98,24 @@ def fit(
         BatchNormalization(chosen) as normalization,
         tqdm(total=length(loader), desc="fit", unit="batch", disable=not progress, leave=False) as bar,
     ):
-        for item, groups, size in mini_batches(loader, batch_size=batch_size, num_batches=num_batches):
+        parts = mini_batches(loader, batch_size=batch_size, num_batches=num_batches)
+        pending: list[int] = []
+        for item, groups, size in parts:
             collected.batch_size = size
             normalization.groups = groups
             (call or call_on_item)(model, copy_to(item, device))
-            collected.add(normalization.observed, groups)
-            normalization.observed = {}
             bar.update()
+            pending.append(groups)
+            if len(pending) < TOGETHER:
+                continue
+            collected.add(normalization.take(), pending)
+            pending = []
+            if progress or tolerance:
+                error = collected.standard_error()
+                bar.set_postfix(standard_error=f"{error:.4f}", refresh=False)
+                if tolerance is not None and error <= tolerance:
+                    break
+        collected.add(normalization.take(), pending)
     if collected.num_batches < 2:
         raise ValueError(
             f"Expected at least 2 mini-batches to fit, got {collected.num_batches}. "
@@ -116,15 +135,17 @@ class Collected:
         self.batch_size = 0
         self.num_batches = 0
 
-    def add(self, observed: dict[str, list[Tensor]], groups: int) -> None:
-        """Takes for each layer one (G, 2, C) observation a call."""
-        for name, calls in observed.items():
-            values = torch.cat(calls).detach().cpu().double()  # (calls · G, 2, C)
+    def add(self, observed: dict[str, Tensor], groups: list[int]) -> None:
+        """Takes what each layer saw in some forward passes of so many mini-batches: (calls · Σ groups, 2, C)."""
+        for name, rows in observed.items():
+            values = rows.detach().cpu().double()
             if not values.isfinite().all():
-                first = int((~values.isfinite()).flatten(1).any(1).nonzero()[0]) % groups
+                row = int((~values.isfinite()).flatten(1).any(1).nonzero()[0])
+                calls = len(values) // sum(groups)
+                order = [number for start, size in _spans(groups) for number in [*range(start, start + size)] * calls]
                 raise ValueError(
                     f"Expected finite statistics, got NaN or Inf in layer {name!r} at mini-batch "
-                    f"{self.num_batches + first}. Check the data there, and the weights before that layer."
+                    f"{self.num_batches + order[row]}. Check the data there, and the weights before that layer."
                 )
             new = Moments.of(values)
             old = self.moments.get(name)
@@ -132,7 +153,17 @@ class Collected:
                 new = new.scale(self.momentum)
                 old = old and old.scale(1 - self.momentum)
             self.moments[name] = old.merge(new) if old else new
-        self.num_batches += groups
+        self.num_batches += sum(groups)
+
+    def standard_error(self) -> float:
+        """Returns the largest of any channel's centre, of μ in units of σ or of log(σ² + ε)."""
+        worst = 0.0
+        for moments in self.moments.values():
+            effective = moments.weight**2 / moments.weight_sq
+            errors = (moments.variance / effective).sqrt()  # (2, C)
+            errors[0] /= (moments.mean[1] / 2).exp()
+            worst = max(worst, float(errors.max()))
+        return worst
 
     def distribution(self, model: nn.Module, layers: dict[str, _BatchNorm], *, dropout: bool) -> Factorized:
         """Returns what was collected for these layers; warns of those that were hardly used."""
@@ -155,6 +186,11 @@ class Collected:
             )
         excluded = tuple(name for name in all_batch_norms(model) if name not in fitted)
         return Factorized(fitted, self.batch_size, self.num_batches, excluded, dropout)
+
+
+def _spans(sizes: list[int]) -> list[tuple[int, int]]:
+    """Returns where each of successive parts starts, and its size."""
+    return list(zip(itertools.accumulate([0, *sizes]), sizes, strict=False))
 
 
 def _warn_of_drift(stats: Factorized, model: nn.Module) -> None:

@@ -140,8 +140,7 @@ class BatchNormalization(TorchFunctionMode):
     """Context in which the given layers of a model in eval mode normalise by their batch.
 
     Layers without running statistics do so in any case. Set `groups` before a forward pass to the number of
-    mini-batches in it: each is normalised apart (ghost batches). What the given layers saw is kept in
-    `observed`, (G, 2, C) a call.
+    mini-batches in it: each is normalised apart (ghost batches). What the given layers saw, `take` returns.
     """
 
     def __init__(self, layers: dict[str, _BatchNorm], record: bool = True) -> None:
@@ -149,7 +148,15 @@ class BatchNormalization(TorchFunctionMode):
         self._names = {id(layer.running_mean): name for name, layer in layers.items() if layer.running_mean is not None}
         self.record = record
         self.groups = 1
-        self.observed: dict[str, list[Tensor]] = {}
+        self._seen: dict[str, list[tuple[Tensor, Tensor]]] = {}
+
+    def take(self) -> dict[str, Tensor]:
+        """Returns what each layer saw since the last time, the mean and log(σ² + ε): (calls · G, 2, C)."""
+        seen, self._seen = self._seen, {}
+        return {
+            name: torch.stack([torch.cat(values) for values in zip(*calls, strict=True)], dim=1)
+            for name, calls in seen.items()
+        }
 
     def __torch_function__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
@@ -185,7 +192,7 @@ class BatchNormalization(TorchFunctionMode):
             )
         output, mean, log_variance = normalise(input, weight, bias, eps, self.groups)
         if self.record and name is not None:
-            self.observed.setdefault(name, []).append(torch.stack([mean, log_variance], dim=1))
+            self._seen.setdefault(name, []).append((mean, log_variance))
         return output
 
 

@@ -50,7 +50,7 @@ class Tracker:
             self._collected = Collected(self._momentum)
         self._other_size = 0
         self._collected.batch_size = size
-        self._collected.add(observed, 1)
+        self._collected.add({name: torch.cat(calls) for name, calls in observed.items()}, [1])
 
 
 class _Watch(TorchFunctionMode):

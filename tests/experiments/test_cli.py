@@ -186,6 +186,8 @@ def test_version(run):
         (["train", "digits", "--epochs", "0"], "Invalid value for '--epochs'"),
         (["train", "digits", "--optimizer", "lion"], "Expected optimizer to be adam or sgd, got 'lion'"),
         (["train", "digits", "--class-seed", "1"], "a class seed with CIFAR5 only, got one with digits"),
+        (["train", "digits", "--dropout", "0.2"], "a dropout rate between 0 and 1 for a recipe with dropout"),
+        (["train", "digits-dropout", "--dropout", "1"], "a dropout rate between 0 and 1 for a recipe with dropout"),
         (["reproduce", "lenet5", "--class-seed", "1"], "a class seed with CIFAR5 only, got one with lenet5"),
         (["evaluate", "lenet6"], "Expected experiment to be one of lenet5, .*, got 'lenet6'"),
         (["reproduce", "lenet6"], "got 'lenet6'"),
@@ -391,6 +393,8 @@ def test_train_changes_the_recipe_and_keeps_its_networks_apart(run, tmp_path):
 
 def test_unchanged_recipes_and_experiments_are_as_they_were():
     assert all(recipe.vary(epochs=None, class_seed=None) == recipe for recipe in RECIPES.values())
+    weaker = RECIPES["digits-dropout"].vary(dropout=0.2)
+    assert (weaker.name, weaker.dropout) == ("digits-dropout-p0.2", 0.2)
     assert all(experiment.vary(epochs=None) == experiment for experiment in EXPERIMENTS.values())
 
 

@@ -44,6 +44,7 @@ Rate = Annotated[
 ClassSeed = Annotated[
     int | None, typer.Option(min=0, help="Draws the five known classes of CIFAR5; by default 0 to 4.")
 ]
+DropoutRate = Annotated[float | None, typer.Option(help="Dropout rate, of a recipe that has dropout.")]
 Out = Annotated[Path | None, typer.Option(help="Folder to write to.", show_default="results/EXPERIMENT")]
 Factory = Annotated[str, typer.Argument(metavar="FACTORY", help="Network as package.module:factory.")]
 Weights = Annotated[Path, typer.Option(help="Its weights: a state dict from torch.save, or safetensors.")]
@@ -157,6 +158,7 @@ def train(
     batch_size: TrainSize = None,
     optimizer: Optimizer = None,
     learning_rate: Rate = None,
+    dropout: DropoutRate = None,
     class_seed: ClassSeed = None,
     data: Data = None,
     threads: Threads = None,
@@ -169,7 +171,12 @@ def train(
     Example: `stochbn train digits --seeds 3`
     """
     chosen = _choose(RECIPES, recipe, "recipe").vary(
-        epochs=epochs, batch_size=batch_size, optimizer=optimizer, learning_rate=learning_rate, class_seed=class_seed
+        epochs=epochs,
+        batch_size=batch_size,
+        optimizer=optimizer,
+        learning_rate=learning_rate,
+        dropout=dropout,
+        class_seed=class_seed,
     )
     from stochbn.experiments.train import train
 

@@ -69,7 +69,6 @@ def _compare_statistics(
     channel that never varies has no distance (NaN).
     """
     layers = find_layers(network)
-    observed: dict[str, list[Tensor]] = {name: [] for name in layers}
     num_batches = 0
     with (
         torch.random.fork_rng(devices=[]),
@@ -82,13 +81,11 @@ def _compare_statistics(
         for inputs, groups, _ in mini_batches(batches, batch_size=recipe.batch_size):
             normalization.groups = groups
             network(inputs)
-            for name, calls in normalization.observed.items():
-                observed[name].extend(calls)
-            normalization.observed = {}
             num_batches += groups
+        observed = normalization.take()
     tensors = {}
-    for name, parts in observed.items():
-        values = torch.cat(parts).double()  # (B, 2, C)
+    for name in layers:
+        values = observed[name].double()  # (B, 2, C)
         centre, std = values.mean(0), values.std(0)
         distances = np.full(centre.shape, np.nan)
         for kind, channel in zip(*np.nonzero(std.numpy() > 0), strict=True):

@@ -16,6 +16,7 @@ SGD_LEARNING_RATE = 0.05  # with the lowest validation NLL of 0.01, 0.02, 0.05 a
 _WORDS = {
     "batch_size": "batch{}",
     "class_seed": "classes{}",
+    "dropout": "p{}",
     "epochs": "{}epochs",
     "learning_rate": "lr{}",
     "optimizer": "{}",
@@ -88,6 +89,11 @@ class Recipe:
             )
         if given.get("optimizer", "adam") not in ("adam", "sgd"):
             raise ValueError(f"Expected optimizer to be adam or sgd, got {given['optimizer']!r}.")
+        if not 0 < given.get("dropout", 0.5) < 1 or ("dropout" in given and not self.dropout):
+            raise ValueError(
+                f"Expected a dropout rate between 0 and 1 for a recipe with dropout, got {given['dropout']} for "
+                f"{self.name}."
+            )
         name = "-".join([self.name, *(_WORDS[field].format(given[field]) for field in sorted(given))])
         if given.get("optimizer") == "sgd":
             given.setdefault("learning_rate", SGD_LEARNING_RATE)
