@@ -221,6 +221,7 @@ def test_draws_are_made_in_blocks_of_bounded_size(
 
     monkeypatch.setattr(stochbn.Factorized, "sample", spy)
     monkeypatch.setattr("stochbn.engine.BLOCK_NUMBERS", 2 * 20 * 9)  # the model has 20 channels
+    monkeypatch.setattr("stochbn.engine.FIRST_DRAWS", 4)
     pred = stochbn.predict(model, stats, [x[:4], x[4:]], num_samples=40, chunk_size=4)
     assert max(sizes) == 9
     torch.testing.assert_close(pred.samples, reference.samples, **ROUNDING)

@@ -45,8 +45,9 @@ STACKED_EXAMPLES = 64
 # become so many.
 STACKED_BYTES = 2**28
 CHANNELS = 64
-# Draws are made ahead, in blocks of at most so many numbers (32 MB in float64), so that those too are bounded.
-BLOCK_NUMBERS = 2**22
+# Draws are made ahead, in blocks of at most so many numbers (8 MB in float64), so that those too are bounded.
+BLOCK_NUMBERS = 2**20
+FIRST_DRAWS = 64  # before it is known how many numbers a draw has
 
 
 class Called(nn.Module):
@@ -173,7 +174,7 @@ class Network:
         else:
             self.num_draws = num_samples if dropout or source is not None else 1
         if isinstance(source, StatisticsDistribution):
-            self._load(range(1))
+            self._load(range(min(FIRST_DRAWS, self.num_draws)))
             if source.dropout != dropout:
                 warnings.warn(
                     f"The statistics were fitted with dropout={source.dropout} and are used with dropout={dropout}; "

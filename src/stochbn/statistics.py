@@ -6,6 +6,7 @@ layer is known by its `running_mean`, so whatever its class does before and afte
 training. No hook is set, no buffer is replaced, and running statistics are never written.
 """
 
+import operator
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from fnmatch import fnmatchcase
@@ -222,6 +223,8 @@ def keeping_tensors(model: nn.Module) -> Iterator[None]:
         yield
     finally:
         for place, kept in zip(places, before, strict=True):
+            if len(place) == len(kept) and all(map(operator.is_, place.values(), kept.values())):
+                continue
             bound = [key for key, value in place.items() if isinstance(value, Tensor) and kept.get(key) is not value]
             lost = [key for key, value in kept.items() if isinstance(value, Tensor) and place.get(key) is not value]
             for key in (*bound, *lost):

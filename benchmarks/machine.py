@@ -1,0 +1,50 @@
+"""By what the numbers were made: processor, versions, commit, date."""
+
+import os
+import platform
+import subprocess
+from datetime import datetime, timezone
+from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
+from typing import Any
+
+import torch
+
+PACKAGES = ("stochbn", "torch", "numpy", "transformers", "laplace-torch")
+
+
+def describe(command: str) -> dict[str, Any]:
+    """Returns what a reader needs to run the same again. No path and no host name is in it."""
+    return {
+        "command": command,
+        "date": datetime.now(timezone.utc).isoformat(timespec="seconds"),
+        "commit": _commit(),
+        "versions": {name: _version(name) for name in PACKAGES} | {"python": platform.python_version()},
+        "machine": {"cpu": _cpu(), "cores": os.cpu_count(), "threads": torch.get_num_threads()},
+    }
+
+
+def _version(package: str) -> str:
+    try:
+        return torch.__version__ if package == "torch" else version(package)
+    except PackageNotFoundError:
+        return "not installed"
+
+
+def _cpu() -> str:
+    try:
+        lines = Path("/proc/cpuinfo").read_text().splitlines()
+    except OSError:
+        return platform.processor() or platform.machine()
+    names = (line.partition(":")[2].strip() for line in lines if line.startswith("model name"))
+    return next(names, platform.machine())
+
+
+def _commit() -> str:
+    """Returns the commit of this checkout, with a mark if files have changed since; "unknown" outside of one."""
+    command = ["git", "describe", "--always", "--exclude=*", "--abbrev=12", "--dirty=-changed"]
+    try:
+        done = subprocess.run(command, cwd=Path(__file__).parent, capture_output=True, text=True, check=True)
+    except (OSError, subprocess.CalledProcessError):
+        return "unknown"
+    return done.stdout.strip()

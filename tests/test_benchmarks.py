@@ -1,0 +1,175 @@
+"""The benchmark runs and its arithmetic is right. Nothing here looks at how long anything takes."""
+
+import json
+import math
+import re
+from pathlib import Path
+
+import pytest
+import torch
+from torch import Tensor
+
+from benchmarks import contenders, limits, measure, targets
+from benchmarks.__main__ import main
+from benchmarks.contenders import ENSEMBLE, OURS, OURS_COMPILED, PAPER_LOOP, PLAIN, STORED, Run
+from benchmarks.stages import Settings
+from benchmarks.subjects import Subject
+
+
+@pytest.fixture(scope="module")
+def subject() -> Subject:
+    return Subject("lenet5")
+
+
+def runs_of(subject: Subject, x: Tensor, num_draws: int) -> dict[str, Run]:
+    chosen = [c for c in contenders.CONTENDERS if not c.compiles and c is not contenders.LAPLACE]
+    return {c.name: run for c in chosen if (run := c.prepare(subject, x, num_draws)) is not None}
+
+
+@pytest.mark.slow
+def test_quick_run(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as done:
+        main(["--quick", "--networks", "lenet5", "--rows", "1", "--samples", "2", "--output", str(tmp_path)])
+    assert not done.value.code
+    printed = capsys.readouterr().out
+    assert "LeNet-5: time / time of S plain passes" in printed
+    assert all(title in printed for title in ("Growth", "Peak memory", "Targets", "GEMM rate"))
+    text = (tmp_path / "bench.json").read_text()
+    results = json.loads(text)
+    assert not re.search(r'"/|\\\\', text)  # no absolute path
+    assert results["command"] == "python -m benchmarks --quick"
+    assert {"commit", "date", "versions", "machine", "settings", "gemm_flops", "targets"} <= results.keys()
+    assert results["machine"]["threads"] == torch.get_num_threads()
+    assert results["versions"]["torch"] == torch.__version__
+    [cell] = results["cells"]
+    assert (cell["network"], cell["rows"], cell["samples"]) == ("lenet5", 1, 2)
+    for name in (PLAIN.name, OURS.name, PAPER_LOOP.name, STORED.name, ENSEMBLE.name):
+        found = cell["contenders"][name]
+        assert len(found["times"]) == 2
+        assert found["ratio"]["q1"] <= found["ratio"]["median"] <= found["ratio"]["q3"]
+    assert cell["contenders"][PLAIN.name]["ratio"]["median"] == 1
+    assert cell["missing"][OURS_COMPILED.name] == "left out"
+    assert [len(results[key]) for key in ("fit", "growth", "memory")] == [1, 1, 1]
+    assert all(found["peak"] >= found["before"] > 0 for found in results["memory"][0]["measured"])
+    assert (tmp_path / "bench.png").read_bytes()[1:4] == b"PNG"
+    assert "<svg" in (tmp_path / "bench.svg").read_text()
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["--networks", "lenet6"], "Expected networks among lenet5"),
+        (["--rows", "1;2"], "Expected --rows as whole numbers"),
+        (["--samples", "1"], "whole numbers of at least 2"),
+    ],
+)
+def test_bad_options(arguments: list[str], message: str, capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as done:
+        main(arguments)
+    assert done.value.code == 2
+    assert message in " ".join(capsys.readouterr().err.replace("│", " ").split())
+
+
+def test_default_covers_what_it_should() -> None:
+    settings = Settings()
+    assert settings.rows == (1, 16, 128)
+    assert settings.samples == (10, 50)
+    assert settings.repeats >= 7
+    assert settings.memory_samples == (10, 100, 1000)
+
+
+def test_summary_is_median_and_quartiles() -> None:
+    assert measure.summarise([5.0, 1.0, 3.0, 2.0, 4.0]) == {"median": 3.0, "q1": 2.0, "q3": 4.0}
+    assert measure.summarise([2.0]) == {"median": 2.0, "q1": 2.0, "q3": 2.0}
+
+
+def test_ratios_are_of_one_round() -> None:
+    # The machine is ten times as slow in the second round, which the ratios do not see.
+    assert measure.ratios([2.0, 20.0, 3.0], [4.0, 40.0, 4.0]) == [0.5, 0.5, 0.75]
+    with pytest.raises(ValueError, match="zip"):
+        measure.ratios([1.0], [1.0, 2.0])
+
+
+def test_every_round_runs_everything_once() -> None:
+    order: list[str] = []
+    times = measure.interleave({n: lambda n=n: order.append(n) for n in "abc"}, repeats=5, shortest=0.0)  # type: ignore[misc]
+    assert order[:3] == ["a", "b", "c"]  # the warm-up
+    rounds = [tuple(order[i : i + 3]) for i in range(3, len(order), 3)]
+    assert len(rounds) == 5
+    assert all(sorted(turn) == ["a", "b", "c"] for turn in rounds)
+    assert len(set(rounds)) > 1
+    assert {name: len(found) for name, found in times.items()} == {"a": 5, "b": 5, "c": 5}
+
+
+@pytest.mark.parametrize(
+    ("num_draws", "cost", "expected"),
+    [(50, 0.001, 50), (50, 0.04, 50), (50, 0.1, 20), (50, 0.25, 8), (50, 0.6, 3), (50, 5.0, 2), (2, 5.0, 2)],
+)
+def test_draws_fit_the_budget(num_draws: int, cost: float, expected: int) -> None:
+    assert measure.affordable(num_draws, cost, budget=2.0) == expected
+
+
+def test_contenders_agree_with_the_reference(subject: Subject) -> None:
+    x = subject.images(3)
+    runs = runs_of(subject, x, 4)
+    differences = contenders.check(subject, x, 4, runs)
+    assert differences.keys() == {OURS.name, STORED.name, ENSEMBLE.name, PAPER_LOOP.name}
+    shapes = {name: tuple(run().shape) for name, run in runs.items()}
+    assert shapes.pop(PLAIN.name) == (3, 10)
+    assert shapes.pop(ENSEMBLE.name) == (6, 3, 10)
+    assert set(shapes.values()) == {(4, 3, 10)}
+
+
+def test_check_is_not_empty(subject: Subject) -> None:
+    x = subject.images(3)
+    draws = contenders.samples(subject.model, subject.stats, x, num_samples=8)
+    assert draws.log().std(0).mean() > 100 * 1e-4  # draws differ by far more than the tolerance
+    with pytest.raises(RuntimeError, match=r"Expected 'stochbn' to agree .* LeNet-5, N = 3"):
+        contenders.check(subject, x, 8, {OURS.name: lambda: draws.roll(1, 0)})
+
+
+def test_papers_loop_draws_from_the_fit(subject: Subject) -> None:
+    x = subject.images(2)
+    drawn = contenders.paper_loop(subject, x, 400)()
+    ours = contenders.samples(subject.model, subject.stats, x, num_samples=400)
+    error = ((drawn.var(0) + ours.var(0)) / 400).sqrt()
+    assert ((drawn.mean(0) - ours.mean(0)).abs() < 5 * error).all()
+    torch.testing.assert_close(drawn.std(0), ours.std(0), rtol=0.25, atol=0)  # 4 standard errors
+
+
+def test_flops_of_lenet5(subject: Subject) -> None:
+    first = 2 * 20 * 24 * 24 * 25
+    rest = 2 * (50 * 8 * 8 * 25 * 20 + 800 * 500 + 500 * 10)
+    assert limits.count_flops(subject.model, subject.images(2)) == (2 * (first + rest), 2 * first)
+    assert limits.needed_flops(100, 30, 10) == 30 + 10 * 70
+
+
+def cell_with(ratio: float, seconds: float) -> dict[str, object]:
+    found = {"seconds": {"median": seconds}, "ratio": {"median": ratio}}
+    flops = {"pass": 100, "shared": 20, "needed": 20 + 50 * 80}
+    return {"network": "vgg11", "rows": 1, "samples": 50, "flops": flops, "contenders": {OURS.name: found}}
+
+
+def test_targets_are_judged() -> None:
+    cells = [cell_with(0.31, 2.0)]
+    targets.add_fractions(cells, rate=4020.0)
+    fit = {"network": "lenet5", "fit_to_passes": {"median": 1.15}, "ghost_to_fit": {"median": 0.71}}
+    case = {"network": "lenet5", "rows": 16, "measured": [{"samples": 10}, {"samples": 1000}], "last_to_first": 1.05}
+    verdicts = targets.judge({"cells": cells, "fit": [fit], "memory": [case]})
+    assert [(v["measured"], v["met"]) for v in verdicts] == [
+        (0.31, False),
+        (0.5, True),
+        (1.15, True),
+        (0.71, False),
+        (1.05, True),
+    ]
+    assert "at_least" in verdicts[1]
+    assert math.isclose(verdicts[0]["at_most"], 0.30)
+
+
+def test_only_predict_at_50_draws_has_a_target() -> None:
+    assert targets.ratio_target("lenet5", 1, 50, OURS.name) == 0.20
+    assert targets.ratio_target("lenet5", 1, 50, OURS_COMPILED.name) == 0.20
+    assert targets.ratio_target("lenet5", 1, 10, OURS.name) is None
+    assert targets.ratio_target("lenet5", 1, 50, PLAIN.name) is None
+    assert targets.ratio_target("resnet50", 1, 50, OURS.name) is None
