@@ -186,6 +186,18 @@ def _call(model: nn.Module, arguments: Any, item: Any) -> Any:
         ) from error
 
 
+class Called(nn.Module):
+    """Makes `call(model, item)` a forward pass, so that tensors can be swapped for it with `functional_call`."""
+
+    def __init__(self, model: nn.Module, call: Call) -> None:
+        super().__init__()
+        self.model = model
+        self.call = call
+
+    def forward(self, item: Any) -> Any:
+        return self.call(self.model, item)
+
+
 def mini_batches(
     loader: Iterable[Any], *, batch_size: int | None = None, num_batches: int | None = None
 ) -> Iterator[tuple[Any, int, int]]:

@@ -20,12 +20,20 @@ from torch.nn import functional as F
 from torch.overrides import TorchFunctionMode
 from torch.utils._pytree import tree_flatten, tree_unflatten
 
-from stochbn.batches import Call, copy_to, device_of, fill, map_leaves, num_examples, tensors_in
+from stochbn.batches import Call, Called, copy_to, device_of, fill, map_leaves, num_examples, tensors_in
 from stochbn.compilation import CompiledPass, compiled_pass
 from stochbn.distributions import Draws, StatisticsDistribution
 from stochbn.dropout import DropoutMasks, dropout_masks
 from stochbn.sharing import Recording
-from stochbn.statistics import all_batch_norms, buffer_names, dropout_layers, evaluating, keeping_tensors
+from stochbn.statistics import (
+    LAYOUT_DEPENDENT,
+    all_batch_norms,
+    buffer_names,
+    channels_last_weights,
+    dropout_layers,
+    evaluating,
+    keeping_tensors,
+)
 
 Source = StatisticsDistribution | Draws | None
 Affine = tuple[Tensor, Tensor]
@@ -50,16 +58,11 @@ BLOCK_NUMBERS = 2**20
 FIRST_DRAWS = 64  # before it is known how many numbers a draw has
 
 
-class Called(nn.Module):
-    """Makes `call(model, item)` a forward pass, so that buffers can be swapped for it with `functional_call`."""
-
-    def __init__(self, model: nn.Module, call: Call) -> None:
-        super().__init__()
-        self.model = model
-        self.call = call
+class Predictor(Called):
+    """A call that returns the outputs to average."""
 
     def forward(self, item: Any) -> Tensor:
-        output = self.call(self.model, item)
+        output = super().forward(item)
         output = getattr(output, "logits", output)
         if not isinstance(output, Tensor) or not (output.is_floating_point() and output.dim()):
             got = (
@@ -70,9 +73,6 @@ class Called(nn.Module):
                 "Pick it out with call=, for example call=lambda model, x: model(x)['out']."
             )
         return output
-
-
-_LAYOUT_DEPENDENT = {torch.as_strided, Tensor.as_strided, Tensor.as_strided_}
 
 
 def _average_pool(input: Tensor, output_size: Any) -> Tensor:  # noqa: A002, the name it is called by
@@ -104,7 +104,7 @@ class DrawnNormalization(TorchFunctionMode):
             return self._normalise(*args, **kwargs)
         if func is F.adaptive_avg_pool2d:
             func = _average_pool
-        elif func in _LAYOUT_DEPENDENT:
+        elif func in LAYOUT_DEPENDENT:
             raise NotImplementedError(f"{func.__name__} depends on how a tensor lies in memory")
         return self._call(func, args, kwargs)
 
@@ -152,7 +152,7 @@ class Network:
     ) -> None:
         self.model = model
         self.call = call
-        self.called = Called(model, call)
+        self.called = Predictor(model, call)
         self.source = source
         self.seed = seed
         self.dropout = dropout
@@ -307,13 +307,8 @@ class Network:
         return output
 
     def _weights(self) -> dict[str, Tensor]:
-        """Returns the weights of convolutions channels-last, the model's own where they are so already."""
         if self.weights is None:
-            self.weights = {
-                f"{name}.weight": module.weight.to(memory_format=torch.channels_last)
-                for name, module in self.called.named_modules()
-                if type(module) is nn.Conv2d and "weight" in module._parameters and self.device.type == "cpu"
-            }
+            self.weights = channels_last_weights(self.called)
         return self.weights
 
     def _draws(self, start: int, stop: int) -> Drawn:

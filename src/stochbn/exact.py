@@ -24,7 +24,7 @@ from stochbn.batches import (
     rows,
     without_labels,
 )
-from stochbn.engine import Called
+from stochbn.engine import Predictor
 from stochbn.prediction import check_options, is_loader
 from stochbn.statistics import BatchNormalization, all_batch_norms, evaluating, preserving_rng, unwrap
 from stochbn.uncertainty import class_indices
@@ -75,7 +75,7 @@ def exact_predict(
     model = unwrap(model)
     layers = all_batch_norms(model)
     device = device_of(model)
-    called = Called(model, call or call_on_inputs)
+    called = Predictor(model, call or call_on_inputs)
     take = call is None and is_loader(inputs)
     batches = inputs if is_loader(inputs) else [inputs]
     rounds = (length(batches) or 0) * num_samples or None

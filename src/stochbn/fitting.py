@@ -7,16 +7,29 @@ from typing import Any, Literal
 
 import torch
 from torch import Tensor, nn
+from torch.func import functional_call
 from torch.nn.modules.batchnorm import _BatchNorm
 from tqdm.auto import tqdm
 
-from stochbn.batches import Call, call_on_item, check_whole, copy_to, device_of, length, listing, mini_batches
+from stochbn.batches import (
+    Call,
+    Called,
+    call_on_item,
+    check_whole,
+    copy_to,
+    device_of,
+    length,
+    listing,
+    mini_batches,
+    rows,
+)
 from stochbn.distributions import Factorized, Layer
 from stochbn.moments import Moments
 from stochbn.statistics import (
     BatchNormalization,
     Layers,
     all_batch_norms,
+    channels_last_weights,
     dropout_layers,
     evaluating,
     find_layers,
@@ -29,6 +42,8 @@ from stochbn.statistics import (
 # off: p = 0.5 doubles the second moment of what it passes on.
 MAX_SHIFT = 1.0
 MAX_LOG_RATIO = 1.386
+# Mini-batches go through the model together, as many as this many examples hold: more would not fit the cache.
+STACKED_EXAMPLES = 64
 # Observations are added up, and standard errors computed, after so many forward passes.
 TOGETHER = 10
 
@@ -90,22 +105,24 @@ def fit(
     if dropout:
         dropout_layers(model)
     collected = Collected()
-    device = device_of(model)
     with (
         torch.no_grad(),
-        preserving_rng(device),
+        preserving_rng(device_of(model)),
         evaluating(model, dropout=dropout),
         BatchNormalization(chosen) as normalization,
         tqdm(total=length(loader), desc="fit", unit="batch", disable=not progress, leave=False) as bar,
     ):
         parts = mini_batches(loader, batch_size=batch_size, num_batches=num_batches)
+        run = _Pass(model, call or call_on_item, normalization)
         pending: list[int] = []
         for item, groups, size in parts:
             collected.batch_size = size
-            normalization.groups = groups
-            (call or call_on_item)(model, copy_to(item, device))
+            together = max(1, STACKED_EXAMPLES // size)
+            for start in range(0, groups, together):
+                some = min(together, groups - start)
+                run(item if some == groups else rows(item, start * size, (start + some) * size), some)
+                pending.append(some)
             bar.update()
-            pending.append(groups)
             if len(pending) < TOGETHER:
                 continue
             collected.add(normalization.take(), pending)
@@ -126,6 +143,30 @@ def fit(
     return stats
 
 
+class _Pass:
+    """Runs the model for its statistics, with convolutions channels-last as long as the model bears it."""
+
+    def __init__(self, model: nn.Module, call: Call, normalization: BatchNormalization) -> None:
+        self.called = Called(model, call)
+        self.normalization = normalization
+        self.weights = channels_last_weights(self.called)
+
+    def __call__(self, item: Any, groups: int) -> None:
+        self.normalization.groups = groups
+        if self.weights:
+            self.normalization.reordered = True
+            try:
+                with self.normalization.undoing():
+                    functional_call(
+                        self.called, self.weights, (copy_to(item, device_of(self.called)),), tie_weights=False
+                    )
+                return
+            except Exception:  # whatever it is, the pass below runs the model as its author meant it
+                self.weights = {}
+                self.normalization.reordered = False
+        self.called(copy_to(item, device_of(self.called)))
+
+
 class Collected:
     """Moments of each layer's observations so far; `momentum` makes them exponential."""
 
@@ -137,8 +178,8 @@ class Collected:
 
     def add(self, observed: dict[str, Tensor], groups: list[int]) -> None:
         """Takes what each layer saw in some forward passes of so many mini-batches: (calls · Σ groups, 2, C)."""
-        for name, rows in observed.items():
-            values = rows.detach().cpu().double()
+        for name, seen in observed.items():
+            values = seen.detach().cpu().double()
             if not values.isfinite().all():
                 row = int((~values.isfinite()).flatten(1).any(1).nonzero()[0])
                 calls = len(values) // sum(groups)

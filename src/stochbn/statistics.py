@@ -141,15 +141,27 @@ class BatchNormalization(TorchFunctionMode):
     """Context in which the given layers of a model in eval mode normalise by their batch.
 
     Layers without running statistics do so in any case. Set `groups` before a forward pass to the number of
-    mini-batches in it: each is normalised apart (ghost batches). What the given layers saw, `take` returns.
+    mini-batches in it: each is normalised apart (ghost batches). What the given layers saw, `take` returns. Set
+    `reordered` where the weights are channels-last in place of the model's own.
     """
 
     def __init__(self, layers: dict[str, _BatchNorm], record: bool = True) -> None:
         super().__init__()
         self._names = {id(layer.running_mean): name for name, layer in layers.items() if layer.running_mean is not None}
         self.record = record
+        self.reordered = False
         self.groups = 1
         self._seen: dict[str, list[tuple[Tensor, Tensor]]] = {}
+
+    @contextmanager
+    def undoing(self) -> Iterator[None]:
+        """Forgets what was seen in a pass that raises."""
+        before = {name: list(calls) for name, calls in self._seen.items()}
+        try:
+            yield
+        except Exception:
+            self._seen = before
+            raise
 
     def take(self) -> dict[str, Tensor]:
         """Returns what each layer saw since the last time, the mean and log(σ² + ε): (calls · G, 2, C)."""
@@ -164,6 +176,8 @@ class BatchNormalization(TorchFunctionMode):
     ) -> Any:
         if func is F.batch_norm:
             return self._normalise(*args, **(kwargs or {}))
+        if self.reordered and func in LAYOUT_DEPENDENT:
+            raise NotImplementedError(f"{func.__name__} depends on how a tensor lies in memory")
         return func(*args, **(kwargs or {}))
 
     def _normalise(
@@ -195,6 +209,22 @@ class BatchNormalization(TorchFunctionMode):
         if self.record and name is not None:
             self._seen.setdefault(name, []).append((mean, log_variance))
         return output
+
+
+# What depends on how a tensor lies in memory, and would be wrong channels-last without an error.
+LAYOUT_DEPENDENT = {torch.as_strided, Tensor.as_strided, Tensor.as_strided_}
+
+
+def channels_last_weights(model: nn.Module) -> dict[str, Tensor]:
+    """Returns the weights of 2-d convolutions by name, laid out channels-last, in which the CPU computes fastest.
+
+    They are the model's own where they lie so already. Swapped in, they make all activations channels-last.
+    """
+    return {
+        f"{name}.weight" if name else "weight": module.weight.detach().to(memory_format=torch.channels_last)
+        for name, module in model.named_modules()
+        if type(module) is nn.Conv2d and "weight" in module._parameters and module.weight.device.type == "cpu"
+    }
 
 
 @contextmanager
