@@ -9,6 +9,7 @@ import os
 from abc import ABC, abstractmethod
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from functools import cached_property
 from typing import Any, overload
 
 import torch
@@ -182,17 +183,27 @@ class Factorized(StatisticsDistribution):
         if not (math.isfinite(spread) and spread >= 0):
             raise ValueError(f"Expected a finite spread of at least 0, got {spread}. Pass 1 for the fitted one.")
         seed = random_seed() if seed is None else seed
-        sizes = [2 * layer.num_features for layer in self.layers.values()]
-        noise = antithetic_normal(seed, first, num_samples, sum(sizes))  # (S, Σ 2C)
+        centre, std, eps = self._flat
+        noise = antithetic_normal(seed, first, num_samples, centre.numel()).view(-1, *centre.shape).to(centre.device)
+        drawn = centre + spread * std * noise  # (S, 2, ΣC)
+        sizes = [layer.num_features for layer in self.layers.values()]
+        means = drawn[:, 0].split(sizes, dim=1)
+        variances = (drawn[:, 1].exp() - eps).clamp_min(0).split(sizes, dim=1)
         buffers = {}
-        for (name, layer), z in zip(self.layers.items(), noise.split(sizes, dim=1), strict=True):
-            moments = layer.moments
-            z = z.view(num_samples, 2, -1).to(moments.mean.device)
-            drawn = moments.mean + spread * moments.variance.sqrt() * z  # (S, 2, C)
+        for name, mean, variance in zip(self.layers, means, variances, strict=True):
             mean_name, var_name = buffer_names(name)
-            buffers[mean_name] = drawn[:, 0]
-            buffers[var_name] = (drawn[:, 1].exp() - layer.eps).clamp_min(0)
+            buffers[mean_name], buffers[var_name] = mean, variance
         return Draws(buffers, self.excluded, {name: layer.eps for name, layer in self.layers.items()})
+
+    @cached_property
+    def _flat(self) -> tuple[Tensor, Tensor, Tensor]:
+        """Centre and standard deviation of all channels, (2, ΣC), and their ε, (ΣC,)."""
+        layers = list(self.layers.values())
+        return (
+            torch.cat([layer.moments.mean for layer in layers], dim=1),
+            torch.cat([layer.moments.variance.sqrt() for layer in layers], dim=1),
+            torch.cat([torch.full_like(layer.moments.mean[0], layer.eps) for layer in layers]),
+        )
 
     def merge(self, other: "Factorized") -> "Factorized":
         """Joins two fits of one model to parts of its data: the fit to the whole, to rounding."""

@@ -1,0 +1,55 @@
+"""`python -m benchmarks.chunks`: how many examples a stack should hold.
+
+Times `predict` with stacks of 16 to 256 examples, side by side, for each network and several batch sizes. It is what
+`engine.STACKED_EXAMPLES` was chosen by.
+"""
+
+import json
+import warnings
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+from rich.console import Console
+from rich.table import Table
+
+import stochbn
+from benchmarks.machine import describe
+from benchmarks.measure import interleave, ratios, summarise
+from benchmarks.subjects import KINDS, Subject
+from stochbn.engine import STACKED_EXAMPLES
+from stochbn.experiments.tables import rounded
+
+STACKS = (16, 32, 64, 128, 256)
+ROWS = (1, 16)
+NUM_SAMPLES = {1: 256, 16: 16}  # as many as make the largest stack whole
+REPEATS = 7
+
+
+def main() -> None:
+    """Measures, prints, and writes `results/chunks.json`."""
+    warnings.filterwarnings("ignore", message="The loader does not look like the training data")
+    cells: list[dict[str, Any]] = []
+    table = Table(
+        "network", "N", *(str(stack) for stack in STACKS), title=f"time / time of stacks of {STACKED_EXAMPLES}"
+    )
+    for key in ("lenet5", "vgg11", "resnet18"):
+        subject = Subject(key)
+        for rows in ROWS:
+            x = subject.images(rows)
+            predict = partial(
+                stochbn.predict, subject.model, subject.stats, x, num_samples=NUM_SAMPLES[rows], keep_samples=False
+            )
+            # A chunk of one draw would ask for the loop.
+            runs = {str(stack): partial(predict, chunk_size=max(2, stack // rows)) for stack in STACKS}
+            times = interleave(runs, REPEATS)
+            found = {name: summarise(ratios(values, times[str(STACKED_EXAMPLES)])) for name, values in times.items()}
+            cells.append({"network": key, "rows": rows, "times": times, "ratio": found})
+            table.add_row(KINDS[key].name, str(rows), *(f"{ratio['median']:.2f}" for ratio in found.values()))
+    Console(width=120).print(table)
+    results = describe("python -m benchmarks.chunks") | {"cells": cells}
+    Path("results/chunks.json").write_text(json.dumps(rounded(results), indent=1) + "\n")
+
+
+if __name__ == "__main__":
+    main()
