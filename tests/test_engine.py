@@ -305,9 +305,9 @@ def test_stacks_are_bounded_in_bytes(images: list[Tensor], monkeypatch: pytest.M
     stack = torch.func.vmap
 
     def watched(function, **options):
-        def run(draws):
-            sizes.append(len(draws.indices))
-            return stack(function, **options)(draws)
+        def run(*draws):
+            sizes.append(len(draws[0]))
+            return stack(function, **options)(*draws)
 
         return run
 

@@ -55,6 +55,7 @@ STACKED_BYTES = 2**28
 CHANNELS = 64
 # Draws are made ahead, in blocks of at most so many numbers (8 MB in float64), so that those too are bounded.
 BLOCK_NUMBERS = 2**20
+_SPACE = {nn.BatchNorm2d: 2, nn.BatchNorm3d: 3}
 FIRST_DRAWS = 64  # before it is known how many numbers a draw has
 
 
@@ -132,8 +133,11 @@ class DrawnNormalization(TorchFunctionMode):
             return output
         if self.recording is not None:
             self.recording.stop(input)
-        scale, shift = (values.view(-1, *(1 for _ in input.shape[2:])) for values in affine)
-        return torch.addcmul(shift, input, scale).to(input.dtype)
+        scale, shift = affine
+        if scale.dim() != input.dim() - 1:
+            scale, shift = (values.view(-1, *(1 for _ in input.shape[2:])) for values in affine)
+        output = torch.addcmul(shift, input, scale)
+        return output if output.dtype == input.dtype else output.to(input.dtype)
 
 
 class Network:
@@ -279,12 +283,15 @@ class Network:
     def _stack(self, weights: dict[str, Tensor], draws: Drawn, item: Any, recording: Recording | None = None) -> Tensor:
         normalization = DrawnNormalization({}, recording)
 
-        def forward(draw: Drawn) -> Tensor:
+        flat, structure = tree_flatten(draws)  # what vmap takes apart fastest
+
+        def forward(*values: Tensor) -> Tensor:
+            draw: Drawn = tree_unflatten(list(values), structure)
             drawn = {name: draw.buffers[f"model.{buffer_names(name)[0]}"] for name in draw.affines}
             normalization.layers = {id(mean): (self.layers[name], draw.affines[name]) for name, mean in drawn.items()}
             return self._forward({**weights, **draw.buffers}, draw.indices, item, normalization)
 
-        outputs = vmap(forward, randomness="different")(draws)
+        outputs: Tensor = vmap(forward, randomness="different")(*flat)
         self.bytes_a_draw = normalization.most_bytes
         return outputs
 
@@ -347,7 +354,9 @@ class Network:
                     b if b.dtype == torch.float64 else b.float() for b in (buffers[mean_name], buffers[var_name])
                 )
                 scale = (var + layer.eps).rsqrt() * (1.0 if layer.weight is None else layer.weight)
-                affines[name] = (scale, -mean * scale + (0.0 if layer.bias is None else layer.bias))
+                shift = -mean * scale + (0.0 if layer.bias is None else layer.bias)
+                space = (1,) * _SPACE.get(type(layer), 0)  # as the layer's input most likely has it
+                affines[name] = (scale.view(*scale.shape, *space), shift.view(*shift.shape, *space))
         return affines
 
 

@@ -230,14 +230,17 @@ def channels_last_weights(model: nn.Module) -> dict[str, Tensor]:
 @contextmanager
 def evaluating(model: nn.Module, *, dropout: bool = False) -> Iterator[None]:
     """Puts every module in eval mode, dropout layers in training mode if asked, and each back as it was."""
-    modes = [(module, module.training) for module in model.modules()]
+    changed = []
     try:
-        for module, _ in modes:
-            module.training = dropout and isinstance(module, _DropoutNd)
+        for module in model.modules():
+            wanted = dropout and isinstance(module, _DropoutNd)
+            if module.training != wanted:
+                changed.append((module, module.training))
+                module.training = wanted
         with keeping_tensors(model):
             yield
     finally:
-        for module, mode in modes:
+        for module, mode in changed:
             module.training = mode
 
 
