@@ -53,8 +53,8 @@ STACKED_EXAMPLES = 64
 # become so many.
 STACKED_BYTES = 2**28
 CHANNELS = 64
-# Draws are made ahead, in blocks of at most so many numbers (8 MB in float64), so that those too are bounded.
-BLOCK_NUMBERS = 2**20
+# Draws are made ahead, in blocks of at most so many numbers (2 MB in float64), so that those too are bounded.
+BLOCK_NUMBERS = 2**18
 _SPACE = {nn.BatchNorm2d: 2, nn.BatchNorm3d: 3}
 FIRST_DRAWS = 64  # before it is known how many numbers a draw has
 
