@@ -24,7 +24,7 @@ from stochbn.experiments.tables import rounded
 
 NUM_SAMPLES = 50
 STRONG = RECIPES["lenet5-dropout"]
-RUNS: list[tuple[Recipe, int]] = [(STRONG, 0), (STRONG.vary(dropout=0.25), 0)]
+RUNS: list[tuple[Recipe, int]] = [(STRONG, 0), (STRONG, 1), (STRONG, 2), (STRONG.vary(dropout=0.25), 0)]
 TEMPERATURES = [0.3 + 0.05 * step for step in range(25)]
 
 
