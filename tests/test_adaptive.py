@@ -18,6 +18,7 @@ class Noise:
     """A network whose outputs are known: centre + spread · z for each input, z antithetic in pairs."""
 
     num_draws = MAX_DRAWS
+    dropout = False
 
     def __init__(self, centre: Tensor, spread: Tensor, seed: int = 0) -> None:
         half = torch.randn(self.num_draws // 2, *centre.shape, generator=torch.Generator().manual_seed(seed))
@@ -83,6 +84,22 @@ def test_certain_inputs_stop_at_once_and_undecided_ones_go_on() -> None:
     assert pred.counts[2] == MAX_DRAWS  # no class is ahead
     assert pred.num_samples == MAX_DRAWS
     assert network.made == pred.counts.sum()
+
+
+def test_rare_events_are_beyond_the_statement_and_dropout_is_looked_at_later() -> None:
+    network = Noise(torch.tensor([[6.0, 0.0, 0.0]]), torch.tensor([[0.1]]))
+    network.outputs[16:32, :, 0] = -12.0  # none of the first 16 draws shows it
+    assert predict_adaptively([network], torch.arange(1), "softmax", tolerance=0.05).counts.item() == 8
+    network.dropout = True
+    assert predict_adaptively([network], torch.arange(1), "softmax", tolerance=0.05).counts.item() > 32
+
+
+def test_places_of_a_segmentation_must_all_settle() -> None:
+    centre = torch.tensor([[9.0, 0.0], [9.0, 0.0]]).unsqueeze(2).repeat(1, 1, 4)  # two inputs, two classes, four places
+    centre[1, :, 3] = 0.0
+    pred = predict_adaptively([Noise(centre, torch.tensor(0.3))], torch.arange(2), "softmax", tolerance=0.02)
+    assert pred.probs.shape == (2, 2, 4)
+    assert pred.counts.tolist() == [8, MAX_DRAWS]
 
 
 def test_a_smaller_tolerance_takes_more_draws() -> None:

@@ -85,3 +85,49 @@ def test_gradients_go_uncompiled(images: list[Tensor]) -> None:
     x = images[0].clone().requires_grad_()
     stochbn.predict(model, stats, x, num_samples=3, compile=True).entropy.sum().backward()
     assert x.grad.abs().max() > 0
+
+
+def test_what_is_compiled_in_is_told_apart() -> None:
+    class Scales(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.norm = nn.BatchNorm1d(3)
+            self.factor = 1.0
+
+        def forward(self, a: Tensor, b: Tensor, k: float = 1.0) -> Tensor:
+            return self.norm(a) * k * self.factor + 10 * b
+
+    batches = [{"a": torch.randn(16, 3), "b": torch.randn(16, 3)} for _ in range(5)]
+    model = Scales()
+    for batch in batches * 30:
+        model(**batch)
+    stats = stochbn.fit(model, batches, progress=False)
+    a, b = batches[0].values()
+
+    def check(inputs: object) -> None:
+        options = {"num_samples": 4, "link": "identity"}
+        eager = stochbn.predict(model, stats, inputs, **options)
+        compiled = stochbn.predict(model, stats, inputs, compile=True, **options)
+        torch.testing.assert_close(compiled.samples, eager.samples, rtol=1e-4, atol=1e-5)
+
+    check({"a": a, "b": b, "k": 1.0})
+    check({"a": a, "b": b, "k": 5.0})
+    check({"b": b, "a": a, "k": 1.0})
+    model.factor = 3.0
+    check({"a": a, "b": b, "k": 1.0})
+
+
+def test_randomness_of_the_model_differs_from_draw_to_draw(images: list[Tensor]) -> None:
+    class Noisy(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.net = network()
+
+        def forward(self, x: Tensor) -> Tensor:
+            return self.net(x + torch.randn_like(x))
+
+    model = calibrate(Noisy(), images)
+    stats = stochbn.fit(model, images, progress=False)
+    draws = stochbn.Draws({name: values.expand(8, -1) for name, values in stats.sample(1, seed=0).buffers.items()})
+    pred = stochbn.predict(model, draws, images[0], chunk_size=4, compile=True)
+    assert (pred.samples[:4] - pred.samples[4:]).abs().max() > 1e-4

@@ -127,6 +127,12 @@ def test_draw_i_does_not_depend_on_how_many_are_drawn() -> None:
     assert not torch.equal(stats.sample(1, seed=4).buffers["bn.running_mean"], many.buffers["bn.running_mean"][:1])
 
 
+def test_seeds_of_any_integer_type() -> None:
+    stats = known(channels=3)
+    of_numpy, of_python = (stats.sample(2, seed=seed).buffers["bn.running_mean"] for seed in (np.int64(5), 5))
+    assert torch.equal(of_numpy, of_python)
+
+
 def test_draws_in_parts_are_the_same() -> None:
     stats = known(channels=13)
     whole, part = stats.sample(20, seed=3), stats.sample(5, seed=3, first=7)

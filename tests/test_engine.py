@@ -102,7 +102,8 @@ def test_only_what_the_rest_reads_is_kept() -> None:
     recording.stop(c)
     assert recording.reusable
     recording.rewind()
-    assert recording.call(torch.exp, (a,), {}).device.type == "meta"
+    b = recording.call(torch.exp, (a,), {})
+    assert b.device.type == "meta"
     assert recording.call(torch.sqrt, (b,), {}) is c
     assert torch.equal(recording.call(torch.neg, (c,), {}), -c)  # after the shared part all is computed
 
@@ -111,9 +112,12 @@ def test_a_pass_that_differs_from_the_recorded_one_is_noticed() -> None:
     a = torch.ones(3)
     recording = Recording([a])
     recording.stop(recording.call(torch.exp, (a,), {}))
-    recording.rewind()
-    with pytest.raises(DivergedError, match="exp"):
-        recording.call(torch.sqrt, (a,), {})
+    for calls in ([(torch.sqrt, a)], [(torch.exp, torch.zeros(3))], []):
+        recording.rewind()
+        with pytest.raises(DivergedError, match="exp"):
+            for function, argument in calls:
+                recording.call(function, (argument,), {})
+            recording.stop()  # too early, where nothing was called
 
 
 def test_a_tensor_that_took_over_an_id_is_not_mistaken_for_the_old_one() -> None:
@@ -199,6 +203,44 @@ class Strides(Net):
         return self.head(self.norm1(h).mean((2, 3)))
 
 
+class Remembers(Net):
+    """Computes a part only once, and keeps it where nobody looks: the second pass is shorter than the first."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.memory: dict[str, Tensor] = {}
+
+    def forward(self, x: Tensor) -> Tensor:
+        if "stem" not in self.memory:
+            h = self.conv1(x)
+            assert h.dim() == 4
+            self.memory["stem"] = h
+        stem = self.memory["stem"] if not self.training else self.conv1(x)
+        y = self.norm2(self.conv2(self.norm1(self.conv2(stem))))
+        return self.head((y + stem).mean((2, 3)))
+
+
+class TurnsGradientsOff(Net):
+    def forward(self, x: Tensor) -> Tensor:
+        with torch.no_grad():
+            h = self.norm1(self.conv1(x)) + 5 * x.mean(1, keepdim=True)
+        return self.head((h + self.conv1(x)).mean((2, 3)))
+
+
+class WritesBehindTheCounter(Net):
+    def forward(self, x: Tensor) -> Tensor:
+        h = self.conv1(x)
+        y = self.norm1(h)
+        h.data.add_(1)
+        return self.head((y * h).mean((2, 3)))
+
+
+class Resizes(Net):
+    def forward(self, x: Tensor) -> Tensor:
+        h = self.conv1(x).detach().clone().resize_(x.shape[0], 6, 4, 16)
+        return self.head(self.norm1(h)[..., :8].mean((2, 3)))
+
+
 class ScalesItsWeight(nn.BatchNorm2d):
     def forward(self, x: Tensor) -> Tensor:
         return F.batch_norm(x, self.running_mean, self.running_var, 1 + self.weight, self.bias, eps=self.eps)
@@ -215,20 +257,59 @@ class ByHand(nn.BatchNorm2d):
 
 @pytest.mark.parametrize(
     "kind",
-    [Net, Residual, WritesIntoShared, WritesIntoInput, WritesBeforeTheDraw, Iterates, Branches, NeedsContiguity],
+    [
+        Net,
+        Residual,
+        WritesIntoShared,
+        WritesIntoInput,
+        WritesBeforeTheDraw,
+        WritesBehindTheCounter,
+        Iterates,
+        Branches,
+        NeedsContiguity,
+        TurnsGradientsOff,
+    ],
 )
 def test_equals_the_naive_loop(kind: type[nn.Module], images: list[Tensor]) -> None:
     check(kind(), images)
 
 
-def test_memory_layout_is_not_changed_under_a_model_that_reads_it(images: list[Tensor]) -> None:
-    model = Strides()
+@pytest.mark.parametrize("kind", [Strides, Resizes])
+def test_memory_layout_is_not_changed_under_a_model_that_reads_it(kind: type[nn.Module], images: list[Tensor]) -> None:
+    model = kind()
     stats = fitted(model, images)
+    with torch.no_grad():
+        h = model.conv1(torch.cat(images))
+        h = h.as_strided((96, 6, 8, 4), (384, 64, 8, 2)) if kind is Strides else h.clone().resize_(96, 6, 4, 16)
+    means = h.unflatten(0, (12, 8)).mean((1, 3, 4))  # of each of 12 mini-batches
+    torch.testing.assert_close(stats.layers["norm1"].moments.mean[0], means.mean(0).double(), rtol=1e-4, atol=1e-6)
     expected = naive(model, stats.sample(6, seed=1), images[0])
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # it may be computed one by one
         pred = stochbn.predict(model, stats, images[0], num_samples=6, seed=1)
     torch.testing.assert_close(pred.samples, expected, **ROUNDING)
+
+
+def test_a_model_that_remembers_is_not_shared(images: list[Tensor]) -> None:
+    model = Remembers()
+    stats = fitted(model, images)
+    model.memory.clear()
+    expected = naive(model, stats.sample(8, seed=1), images[0])
+    model.memory.clear()
+    pred = stochbn.predict(model, stats, images[0], num_samples=8, seed=1, chunk_size=2)
+    torch.testing.assert_close(pred.samples, expected, **ROUNDING)
+
+
+def test_gradients_stop_where_the_model_stops_them(images: list[Tensor]) -> None:
+    model = TurnsGradientsOff()
+    stats = fitted(model, images)
+    gradients = []
+    for chunk_size in (1, 3, None):
+        x = images[0].clone().requires_grad_()
+        stochbn.predict(model, stats, x, num_samples=7, chunk_size=chunk_size).entropy.sum().backward()
+        gradients.append(x.grad)
+    for gradient in gradients[1:]:
+        torch.testing.assert_close(gradient, gradients[0], rtol=1e-3, atol=1e-7)
 
 
 def test_layers_with_parameters_of_their_own_way(images: list[Tensor]) -> None:

@@ -154,3 +154,33 @@ def test_the_progress_bar_tells_the_standard_error(
 ) -> None:
     stochbn.fit(model, batches * 20, progress=True)
     assert "standard_error=" in capsys.readouterr().err
+
+
+class Sometimes(nn.Module):
+    """Uses its second layer in some passes only."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.often, self.rarely = nn.BatchNorm1d(2), nn.BatchNorm1d(2)
+        self.count = 0
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.count += 1
+        x = self.often(x)
+        return self.rarely(x) if self.count % 15 == 1 else x
+
+
+def test_tolerance_waits_for_layers_that_are_rarely_used() -> None:
+    batches = [torch.randn(16, 2) for _ in range(60)]
+    model = Sometimes().eval()
+    stats = stochbn.fit(model, batches, tolerance=10.0, progress=False)
+    assert list(stats.layers) == ["often", "rarely"]
+    assert stats.num_batches == 20  # after 10, the second layer was seen once
+
+
+def test_nan_in_a_layer_that_is_rarely_used() -> None:
+    batches = [torch.randn(16, 2) for _ in range(20)]
+    model = Sometimes().eval()
+    model.often.weight.data[0] = torch.nan
+    with pytest.raises(ValueError, match="NaN or Inf in layer 'rarely'"):
+        stochbn.fit(model, batches, layers=["rarely"], progress=False)

@@ -1,11 +1,14 @@
 """As many draws as an input needs: those whose answer has settled stop, the others go on.
 
-The rule is a confidence statement. With p̄ the mean of the n draws so far and p that of infinitely many, an input stops
-when, at a confidence of 95 %, both |H(p̄) − H(p)| ≤ tolerance and p̄ and p put the same class first. It is looked at
-after 8, 16, 32, … draws, and at each look a seventh of the 5 % may be spent (Bonferroni): looking often is paid for.
-Draws come in antithetic pairs, which are independent of each other; so the pairs are what is averaged. To first order
-H(p̄) is the mean of −Σ_k p_k log p̄_k over the draws, which gives its standard error; to second order it lies below H(p)
-by ½ Σ_k Var(p̄_k) / p_k, which is added to the interval.
+The rule is a pair of confidence statements. With p̄ the mean of the n draws so far and p that of infinitely many, an
+input stops when, each at a confidence of 95 %, |H(p̄) − H(p)| ≤ tolerance and p̄ and p put the same class first. It is
+looked at after 8, 16, 32, … draws, and at each look a seventh of the 5 % may be spent (Bonferroni): looking often is
+paid for. Draws come in antithetic pairs, which are independent of each other; so the pairs are what is averaged. To
+first order H(p̄) is the mean of −Σ_k p_k log p̄_k over the draws, which gives its standard error; to second order it lies
+below H(p) by ½ Σ_k Var(p̄_k) / p_k, which is added to the interval.
+
+The intervals are Student's: they take the means of pairs for nearly Normal. What happens in fewer than one of n draws
+is not seen in n of them. Dropout's draws are the more uneven, so with dropout the first look is after 32.
 """
 
 import math
@@ -50,7 +53,8 @@ def predict_adaptively(
     parts: list[Prediction] = []
     order: list[Tensor] = []
     count = 0
-    for look in [*(n for n in QUANTILES if n < most), most]:
+    first = 32 if any(network.dropout for network in networks) else 8
+    for look in [*(n for n in QUANTILES if first <= n < most), most]:
         some = take(item, remaining.tolist())
         for member, network in enumerate(networks):
             if count and network.num_draws == 1:

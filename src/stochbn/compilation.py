@@ -29,7 +29,7 @@ class CompiledPass:
         inputs = [node for node in traced.graph.nodes if node.op == "placeholder"]
         dependent = set(inputs[len(fixed) :])
         for node in traced.graph.nodes:
-            if not dependent.isdisjoint(node.all_input_nodes):
+            if _is_random(node) or not dependent.isdisjoint(node.all_input_nodes):
                 dependent.add(node)
         self._whole = split_module(traced, traced, lambda node: int(node in dependent))
         self._shared: _Once | None = None
@@ -49,6 +49,21 @@ class CompiledPass:
         return output
 
 
+def _is_random(node: torch.fx.Node) -> bool:
+    return torch.Tag.nondeterministic_seeded in getattr(node.target, "tags", ())
+
+
+def fingerprint(model: nn.Module) -> Hashable:
+    """Returns what of a model is compiled in, as far as can be told: its structure, and plain attributes of modules."""
+    plain = (bool, int, float, str, type(None))
+    return repr(model), tuple(
+        (key, value)
+        for module in model.modules()
+        for key, value in vars(module).items()
+        if isinstance(value, plain) and key != "training"
+    )
+
+
 class _Once(nn.Module):
     """A part that is computed for the first pass and remembered for the others."""
 
@@ -62,6 +77,8 @@ class _Once(nn.Module):
             self.result = self.code(*args)
         return self.result
 
+
+MAX_CODES = 32  # of a model; then the oldest goes
 
 _CODE: "WeakKeyDictionary[nn.Module, dict[Hashable, CompiledPass]]" = WeakKeyDictionary()
 
@@ -87,4 +104,6 @@ def compiled_pass(
                 "Leave compile= off; and see that there is a C++ compiler, which it needs."
             ) from error
         codes[kind] = code
+        if len(codes) > MAX_CODES:
+            del codes[next(iter(codes))]
     return codes[kind]

@@ -182,7 +182,8 @@ class Factorized(StatisticsDistribution):
         num_samples = check_whole("num_samples", num_samples, 1)
         if not (math.isfinite(spread) and spread >= 0):
             raise ValueError(f"Expected a finite spread of at least 0, got {spread}. Pass 1 for the fitted one.")
-        seed = random_seed() if seed is None else seed
+        seed = random_seed() if seed is None else check_whole("seed", seed, -(2**63))
+        first = check_whole("first", first, 0)
         centre, std, eps = self._flat
         noise = antithetic_normal(seed, first, num_samples, centre.numel()).view(-1, *centre.shape).to(centre.device)
         drawn = centre + spread * std * noise  # (S, 2, ΣC)

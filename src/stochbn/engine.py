@@ -21,7 +21,7 @@ from torch.overrides import TorchFunctionMode
 from torch.utils._pytree import tree_flatten, tree_unflatten
 
 from stochbn.batches import Call, Called, copy_to, device_of, fill, map_leaves, num_examples, tensors_in
-from stochbn.compilation import CompiledPass, compiled_pass
+from stochbn.compilation import CompiledPass, compiled_pass, fingerprint
 from stochbn.distributions import Draws, StatisticsDistribution
 from stochbn.dropout import DropoutMasks, dropout_masks
 from stochbn.sharing import Recording
@@ -246,10 +246,15 @@ class Network:
                 return self._stack(swapped, tree_unflatten(list(given), structure), own)
 
             if code is None:
-                kind = (self.call, self.seed if self.dropout else None, tuple(tensors), structure, repr(self.model))
+                constants = repr(map_leaves(lambda leaf: ... if isinstance(leaf, Tensor) else leaf, item))
+                autocast = torch.is_autocast_enabled(self.device.type), torch.get_autocast_dtype(self.device.type)
+                seed = self.seed if self.dropout else None
+                kind = (self.call, seed, tuple(tensors), structure, constants, autocast, fingerprint(self.model))
                 code = compiled_pass(self.model, kind, stack, fixed, drawn)
                 code.begin()
             yield code(fixed, drawn)[start - begin :, :count]
+        if code is not None:
+            code.begin()  # so that nothing of the batch is kept
 
     def _suitable_size(self, item: Any, bytes_a_draw: int | None) -> int:
         guess = CHANNELS * sum(tensor.numel() * tensor.element_size() for tensor in tensors_in(item))

@@ -1,6 +1,7 @@
 """Data → distribution, in one pass over a loader."""
 
 import itertools
+import math
 import warnings
 from collections.abc import Iterable
 from typing import Any, Literal
@@ -128,7 +129,7 @@ def fit(
             collected.add(normalization.take(), pending)
             pending = []
             if progress or tolerance:
-                error = collected.standard_error()
+                error = collected.standard_error(chosen)
                 bar.set_postfix(standard_error=f"{error:.4f}", refresh=False)
                 if tolerance is not None and error <= tolerance:
                     break
@@ -184,9 +185,13 @@ class Collected:
                 row = int((~values.isfinite()).flatten(1).any(1).nonzero()[0])
                 calls = len(values) // sum(groups)
                 order = [number for start, size in _spans(groups) for number in [*range(start, start + size)] * calls]
+                if len(order) == len(values):
+                    where = f"at mini-batch {self.num_batches + order[row]}"
+                else:  # a layer that not every pass uses
+                    where = f"after mini-batch {self.num_batches}"
                 raise ValueError(
-                    f"Expected finite statistics, got NaN or Inf in layer {name!r} at mini-batch "
-                    f"{self.num_batches + order[row]}. Check the data there, and the weights before that layer."
+                    f"Expected finite statistics, got NaN or Inf in layer {name!r} {where}. "
+                    "Check the data there, and the weights before that layer."
                 )
             new = Moments.of(values)
             old = self.moments.get(name)
@@ -196,10 +201,13 @@ class Collected:
             self.moments[name] = old.merge(new) if old else new
         self.num_batches += sum(groups)
 
-    def standard_error(self) -> float:
-        """Returns the largest of any channel's centre, of μ in units of σ or of log(σ² + ε)."""
+    def standard_error(self, layers: Iterable[str]) -> float:
+        """Returns the largest of any channel's centre, of μ in units of σ or of log(σ² + ε); ∞ before all are known."""
         worst = 0.0
-        for moments in self.moments.values():
+        for name in layers:
+            moments = self.moments.get(name)
+            if moments is None or moments.weight_sq >= moments.weight**2:
+                return math.inf
             effective = moments.weight**2 / moments.weight_sq
             errors = (moments.variance / effective).sqrt()  # (2, C)
             errors[0] /= (moments.mean[1] / 2).exp()

@@ -31,7 +31,7 @@ def predict(
     keep_samples: bool = True,
     progress: bool = False,
 ) -> Prediction:
-    """Averages predictions over drawn networks. No model is changed.
+    """Averages predictions over drawn networks. No model is changed, but by its own forward pass.
 
     A draw is a network, a function of the seed and its index: results depend on neither the batch size nor the order
     of the inputs, to rounding.
@@ -50,15 +50,17 @@ def predict(
         num_samples: S, the number of draws of each model. Without SBN and dropout one pass is all there is; given
             `Draws` bring their own number. With "auto" each input takes as many as it needs, from 8 to 1,024, and
             `counts` tells how many; samples are not kept.
-        tolerance: With "auto", an input stops when, at a confidence of 95 %, its entropy is this close (in nats) to
-            that of infinitely many draws and its class is theirs. With link "identity", when its mean is this close.
+        tolerance: With "auto", an input stops when, at a confidence of 95 % each, its entropy is this close (in nats)
+            to that of infinitely many draws, and its class is theirs (`stochbn.adaptive` states it in full). With
+            link "identity", when its mean is this close.
         seed: Makes the draws. Equal seeds give equal networks. None takes a seed from torch's generator.
         link: What turns outputs into what is averaged: "softmax" over axis 1, "sigmoid", or "identity".
         dropout: Keep dropout layers active, with one mask a draw.
         call: How a model is called on a batch, `call(model, batch)`, returning its output tensor.
         chunk_size: How many draws are computed at once. By default as many as suit the batch.
         compile: Compile the passes, which takes from seconds to a minute when batches of a new size are first met and
-            pays over many of them. The code is kept with the model. Rows must not depend on each other.
+            pays over many of them. The code is kept with the model and reads its weights at each call. Rows must not
+            depend on each other; define `call` once, not in a loop, as code is kept for each.
         keep_samples: Keep every draw's prediction. Without, memory does not grow with S.
         progress: Show a progress bar.
 

@@ -212,7 +212,21 @@ class BatchNormalization(TorchFunctionMode):
 
 
 # What depends on how a tensor lies in memory, and would be wrong channels-last without an error.
-LAYOUT_DEPENDENT = {torch.as_strided, Tensor.as_strided, Tensor.as_strided_}
+LAYOUT_DEPENDENT = {
+    torch.as_strided,
+    torch.ops.aten.as_strided,
+    torch.ops.aten.as_strided.default,
+    Tensor.as_strided,
+    Tensor.as_strided_,
+    Tensor.resize_,
+    Tensor.resize_as_,
+    Tensor.set_,
+    Tensor.stride,
+    Tensor.numpy,
+    Tensor.__array__,
+    Tensor.untyped_storage,
+    Tensor.data_ptr,
+}
 
 
 def channels_last_weights(model: nn.Module) -> dict[str, Tensor]:
