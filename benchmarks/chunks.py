@@ -41,11 +41,13 @@ def main() -> None:
                 stochbn.predict, subject.model, subject.stats, x, num_samples=NUM_SAMPLES[rows], keep_samples=False
             )
             # A chunk of one draw would ask for the loop.
-            runs = {str(stack): partial(predict, chunk_size=max(2, stack // rows)) for stack in STACKS}
+            runs = {str(stack): partial(predict, chunk_size=stack // rows) for stack in STACKS if stack > rows}
             times = interleave(runs, REPEATS)
             found = {name: summarise(ratios(values, times[str(STACKED_EXAMPLES)])) for name, values in times.items()}
             cells.append({"network": key, "rows": rows, "times": times, "ratio": found})
-            table.add_row(KINDS[key].name, str(rows), *(f"{ratio['median']:.2f}" for ratio in found.values()))
+            table.add_row(
+                KINDS[key].name, str(rows), *(f"{found[str(s)]['median']:.2f}" if s > rows else "—" for s in STACKS)
+            )
     Console(width=120).print(table)
     results = describe("python -m benchmarks.chunks") | {"cells": cells}
     Path("results/chunks.json").write_text(json.dumps(rounded(results), indent=1) + "\n")

@@ -37,6 +37,7 @@ from stochbn.seeding import antithetic_normal, derive_seed
 SIZES = (2, 4, 8, 16, 32, 64, 128)
 REPEATS = 10
 NUM_INPUTS = 200  # of each set
+NUM_STRANGE = 2000  # out-of-domain images for adaptive sampling
 REFERENCE = 2000
 TOLERANCE = 0.02
 RECIPE = RECIPES["lenet5"]
@@ -111,8 +112,7 @@ def compare_schemes(network: nn.Module, stats: stochbn.Factorized, splits: dict[
     """Measures the root mean square error of probabilities and entropy, against many independent draws."""
     found = []
     for part, split in splits.items():
-        chosen = torch.randperm(len(split), generator=torch.Generator().manual_seed(0))[:NUM_INPUTS]
-        x = to_inputs(split.images[chosen])
+        x = to_inputs(split.images[_choose(split, NUM_INPUTS)])
         truth = stochbn.predict(network, sample(stats, independent, REFERENCE, seed=-1), x, keep_samples=False)
         for name, (scheme, _) in SCHEMES.items():
             for size in SIZES:
@@ -133,9 +133,11 @@ def compare_schemes(network: nn.Module, stats: stochbn.Factorized, splits: dict[
 
 
 def measure_adaptive(network: nn.Module, stats: stochbn.Factorized, splits: dict[str, Split]) -> list[dict[str, Any]]:
-    """Compares `num_samples="auto"` with 1,000 draws of another seed, on whole sets."""
+    """Compares `num_samples="auto"` with 1,000 draws of another seed, on all test and some out-of-domain images."""
     found = []
     for part, split in splits.items():
+        if part != "test":
+            split = split[_choose(split, NUM_STRANGE)]
         batches = input_batches(split)
         adaptive = stochbn.predict(network, stats, batches, num_samples="auto", tolerance=TOLERANCE)
         fixed = stochbn.predict(network, stats, batches, num_samples=1000, seed=1, keep_samples=False)
@@ -222,6 +224,10 @@ def draw(results: dict[str, Any]) -> Figure:
     figure.axes[0].set_ylabel("RMS error of the entropy, nats")
     figure.axes[0].legend()
     return figure
+
+
+def _choose(split: Split, count: int) -> Tensor:
+    return torch.randperm(len(split), generator=torch.Generator().manual_seed(0))[:count]
 
 
 def _normal(uniform: Tensor) -> Tensor:
