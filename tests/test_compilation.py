@@ -79,6 +79,23 @@ def test_what_cannot_be_traced_says_so(images: list[Tensor]) -> None:
         stochbn.predict(model, stats, images[0], compile=True)
 
 
+def test_what_writes_into_its_input_says_so(images: list[Tensor]) -> None:
+    class Writes(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.net = network()
+
+        def forward(self, x: Tensor) -> Tensor:
+            y = self.net(x)
+            x.mul_(2)
+            return y + x.mean((1, 2, 3)).unsqueeze(1)
+
+    model = calibrate(Writes(), [image.clone() for image in images])
+    stats = stochbn.fit(model, images, progress=False)
+    with pytest.raises(RuntimeError, match="it writes into its inputs"):
+        stochbn.predict(model, stats, images[0], compile=True)
+
+
 def test_gradients_go_uncompiled(images: list[Tensor]) -> None:
     model = calibrate(network(), images)
     stats = stochbn.fit(model, images, progress=False)

@@ -94,9 +94,12 @@ def compiled_pass(
     codes = _CODE.setdefault(model, {})
     kind = (kind, *((tensor.shape, tensor.stride(), tensor.dtype, tensor.device) for tensor in (*fixed, *drawn)))
     if kind not in codes:
+        versions = [tensor._version for tensor in fixed]
         try:
             code = CompiledPass(function, fixed, drawn)
             code(fixed, drawn)
+            if versions != [tensor._version for tensor in fixed]:
+                raise NotImplementedError("it writes into its inputs or buffers")
         except Exception as error:
             reason = str(error).strip().split("\n")[0]
             raise RuntimeError(

@@ -49,9 +49,9 @@ class Drawn(NamedTuple):
 
 # Draws are stacked until a pass holds this many examples, so that memory depends on the batch, not on S.
 STACKED_EXAMPLES = 64
-# The largest activation of a stack is kept below this (256 MB); before it is known, each input value is taken to
-# become so many.
-STACKED_BYTES = 2**28
+# The largest activation of a stack is kept below this (32 MB, the size of a large cache); before it is known, each input
+# value is taken to become so many.
+STACKED_BYTES = 2**25
 CHANNELS = 64
 # Draws are made ahead, in blocks of at most so many numbers (2 MB in float64), so that those too are bounded.
 BLOCK_NUMBERS = 2**18
@@ -287,7 +287,6 @@ class Network:
 
     def _stack(self, weights: dict[str, Tensor], draws: Drawn, item: Any, recording: Recording | None = None) -> Tensor:
         normalization = DrawnNormalization({}, recording)
-
         flat, structure = tree_flatten(draws)  # what vmap takes apart fastest
 
         def forward(*values: Tensor) -> Tensor:
