@@ -49,8 +49,8 @@ class Drawn(NamedTuple):
 
 # Draws are stacked until a pass holds this many examples, so that memory depends on the batch, not on S.
 STACKED_EXAMPLES = 64
-# The largest activation of a stack is kept below this (32 MB, the size of a large cache); before it is known, each input
-# value is taken to become so many.
+# The largest activation of a stack is kept below this (32 MB, a large cache); before it is known, each input value is
+# taken to become so many.
 STACKED_BYTES = 2**25
 CHANNELS = 64
 # Draws are made ahead, in blocks of at most so many numbers (2 MB in float64), so that those too are bounded.
