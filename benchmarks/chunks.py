@@ -1,7 +1,7 @@
 """`python -m benchmarks.chunks`: how many examples a stack should hold.
 
 Times `predict` with stacks of 16 to 256 examples, side by side, for each network and several batch sizes. It is what
-`engine.STACKED_EXAMPLES` was chosen by.
+`batches.STACKED_EXAMPLES` was chosen by.
 """
 
 import json
@@ -17,7 +17,7 @@ import stochbn
 from benchmarks.machine import describe
 from benchmarks.measure import interleave, ratios, summarise
 from benchmarks.subjects import KINDS, Subject
-from stochbn.engine import STACKED_EXAMPLES
+from stochbn.batches import STACKED_EXAMPLES
 from stochbn.experiments.tables import rounded
 
 STACKS = (16, 32, 64, 128, 256)

@@ -27,8 +27,9 @@ from benchmarks.machine import describe
 from stochbn import distributions
 from stochbn.experiments.checkpoints import checkpoint_path, load_network
 from stochbn.experiments.data import Split, load_split, to_inputs
+from stochbn.experiments.diagnostics import choose_rows
 from stochbn.experiments.figures import BLUE, FULL, GREEN, ORANGE, PURPLE, STYLE, VERMILION, render
-from stochbn.experiments.inference import input_batches, training_batches
+from stochbn.experiments.inference import fit, input_batches
 from stochbn.experiments.recipes import RECIPES
 from stochbn.experiments.scores import detect
 from stochbn.experiments.tables import rounded
@@ -87,7 +88,7 @@ def main() -> None:
         for name in ("test", "out of domain")
     }
     training = load_split("mnist", "train")
-    stats = fit(network, training)
+    stats = fit(network, training, RECIPE)
     results: dict[str, Any] = describe("python -m benchmarks.draws")
     console.print("error against S …")
     results["schemes"] = compare_schemes(network, stats, splits)
@@ -103,16 +104,11 @@ def main() -> None:
     console.print("wrote results/draws.json, results/draws.png, results/draws.svg")
 
 
-def fit(network: nn.Module, training: Split, layers: list[str] | None = None) -> stochbn.Factorized:
-    """Fits on all training data, as the reproduction does."""
-    return stochbn.fit(network, training_batches(training, RECIPE), batch_size=RECIPE.batch_size, layers=layers)
-
-
 def compare_schemes(network: nn.Module, stats: stochbn.Factorized, splits: dict[str, Split]) -> list[dict[str, Any]]:
     """Measures the root mean square error of probabilities and entropy, against many independent draws."""
     found = []
     for part, split in splits.items():
-        x = to_inputs(split.images[_choose(split, NUM_INPUTS)])
+        x = to_inputs(split.images[choose_rows(split, NUM_INPUTS)])
         truth = stochbn.predict(network, sample(stats, independent, REFERENCE, seed=-1), x, keep_samples=False)
         for name, (scheme, _) in SCHEMES.items():
             for size in SIZES:
@@ -137,7 +133,7 @@ def measure_adaptive(network: nn.Module, stats: stochbn.Factorized, splits: dict
     found = []
     for part, split in splits.items():
         if part != "test":
-            split = split[_choose(split, NUM_STRANGE)]
+            split = split[choose_rows(split, NUM_STRANGE)]
         batches = input_batches(split)
         adaptive = stochbn.predict(network, stats, batches, num_samples="auto", tolerance=TOLERANCE)
         fixed = stochbn.predict(network, stats, batches, num_samples=1000, seed=1, keep_samples=False)
@@ -163,7 +159,7 @@ def measure_layers(network: nn.Module, training: Split, splits: dict[str, Split]
     """Measures what SBN in the last layers alone keeps, and its time against all layers, side by side."""
     names = ["conv1.norm", "conv2.norm", "fc.norm"]
     choices: list[list[str]] = [[], names[2:], names[1:], names]
-    fits = [fit(network, training, layers) if layers else None for layers in choices]
+    fits = [fit(network, training, RECIPE, layers=layers) if layers else None for layers in choices]
     x = to_inputs(splits["test"].images[:16])
     times: list[list[float]] = [[] for _ in choices]
     for _ in range(15):
@@ -224,10 +220,6 @@ def draw(results: dict[str, Any]) -> Figure:
     figure.axes[0].set_ylabel("RMS error of the entropy, nats")
     figure.axes[0].legend()
     return figure
-
-
-def _choose(split: Split, count: int) -> Tensor:
-    return torch.randperm(len(split), generator=torch.Generator().manual_seed(0))[:count]
 
 
 def _normal(uniform: Tensor) -> Tensor:

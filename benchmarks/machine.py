@@ -2,13 +2,14 @@
 
 import os
 import platform
-import subprocess
 from datetime import datetime, timezone
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
 
 import torch
+
+from stochbn.experiments.evaluate import commit
 
 PACKAGES = ("stochbn", "torch", "numpy", "transformers", "laplace-torch")
 
@@ -18,7 +19,7 @@ def describe(command: str) -> dict[str, Any]:
     return {
         "command": command,
         "date": datetime.now(timezone.utc).isoformat(timespec="seconds"),
-        "commit": _commit(),
+        "commit": commit(Path(__file__)),
         "versions": {name: _version(name) for name in PACKAGES} | {"python": platform.python_version()},
         "machine": {"cpu": _cpu(), "cores": os.cpu_count(), "threads": torch.get_num_threads()},
     }
@@ -38,13 +39,3 @@ def _cpu() -> str:
         return platform.processor() or platform.machine()
     names = (line.partition(":")[2].strip() for line in lines if line.startswith("model name"))
     return next(names, platform.machine())
-
-
-def _commit() -> str:
-    """Returns the commit of this checkout, with a mark if files have changed since; "unknown" outside of one."""
-    command = ["git", "describe", "--always", "--exclude=*", "--abbrev=12", "--dirty=-changed"]
-    try:
-        done = subprocess.run(command, cwd=Path(__file__).parent, capture_output=True, text=True, check=True)
-    except (OSError, subprocess.CalledProcessError):
-        return "unknown"
-    return done.stdout.strip()

@@ -1,5 +1,6 @@
 """Networks and data that the tests share."""
 
+import copy
 from collections.abc import Iterable
 
 import pytest
@@ -32,6 +33,18 @@ def calibrate(model: nn.Module, batches: Iterable[Tensor]) -> nn.Module:
     for norm, momentum in zip(norms, momenta, strict=True):
         norm.momentum = momentum
     return model.eval()
+
+
+def naive(model: nn.Module, draws: stochbn.Draws, x: Tensor) -> Tensor:
+    """The oracle: one deep copy of the model a draw, its buffers overwritten. (S, N, K)"""
+    outputs = []
+    for index in range(len(draws)):
+        network = copy.deepcopy(model).eval()
+        for name, buffer in network.named_buffers():
+            if name in draws.buffers:
+                buffer.copy_(draws.buffers[name][index])
+        outputs.append(network(x.clone()).detach().softmax(1))
+    return torch.stack(outputs)
 
 
 def small_cnn(dropout: float = 0.0, classes: int = 3) -> nn.Module:

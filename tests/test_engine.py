@@ -1,6 +1,5 @@
 """The engine: whatever it shares, folds or reorders, the numbers are those of the naive loop."""
 
-import copy
 import warnings
 
 import pytest
@@ -10,7 +9,7 @@ from torch.nn import functional as F
 from torch.utils.flop_counter import FlopCounterMode
 
 import stochbn
-from conftest import calibrate
+from conftest import calibrate, naive
 from stochbn.sharing import DivergedError, Recording
 
 ROUNDING = {"rtol": 1e-4, "atol": 1e-6}
@@ -33,18 +32,6 @@ def fitted(model: nn.Module, batches: list[Tensor], **options: object) -> stochb
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # of layers that some of these models do not use
         return stochbn.fit(calibrate(model, batches), batches, progress=False, **options)
-
-
-def naive(model: nn.Module, draws: stochbn.Draws, x: Tensor) -> Tensor:
-    """The oracle: one deep copy of the model a draw, its buffers overwritten. (S, N, K)"""
-    outputs = []
-    for index in range(len(draws)):
-        network = copy.deepcopy(model).eval()
-        for name, buffer in network.named_buffers():
-            if name in draws.buffers:
-                buffer.copy_(draws.buffers[name][index])
-        outputs.append(network(x.clone()).detach().softmax(1))
-    return torch.stack(outputs)
 
 
 def check(model: nn.Module, images: list[Tensor], num_samples: int = 9, **options: object) -> None:
@@ -333,9 +320,10 @@ def test_layers_that_normalise_by_hand_get_drawn_buffers(images: list[Tensor]) -
 def test_a_model_whose_passes_differ_is_not_shared(images: list[Tensor]) -> None:
     class Alternates(Net):
         count = 0
+        stride = 1
 
         def forward(self, x: Tensor) -> Tensor:
-            self.count += 1
+            self.count += self.stride
             h = self.conv1(x)
             h = torch.abs(h) if self.count % 2 else torch.square(h)
             return self.head(self.norm1(h).mean((2, 3)))
@@ -344,6 +332,13 @@ def test_a_model_whose_passes_differ_is_not_shared(images: list[Tensor]) -> None
     stats = fitted(model, images)
     pred = stochbn.predict(model, stats, images[0], num_samples=8, chunk_size=2)
     assert pred.samples.isfinite().all()
+    model.stride = 0  # from here on every pass is of one kind
+    kinds = []
+    for model.count in (0, 1):
+        kinds.append(naive(model, stats.sample(8, seed=0), images[0]))
+    distances = torch.stack([(pred.samples - kind).abs().amax((1, 2)) for kind in kinds])
+    assert distances.amin(0).max() < 1e-5  # each draw is wholly of the one or of the other
+    assert distances.amax(0).min() > 1e-4
 
 
 def test_channels_last_models_and_layers_without_affine_parameters(images: list[Tensor]) -> None:

@@ -23,6 +23,7 @@ ORDER = [
     "uncertainty",
     "averaging",
     "sharing",
+    "affine",
     "compilation",
     "engine",
     "adaptive",

@@ -14,7 +14,7 @@ from torch.func import functional_call
 from torch.utils.data import DataLoader, IterableDataset, TensorDataset
 
 import stochbn
-from conftest import calibrate, small_cnn
+from conftest import calibrate, naive, small_cnn
 from stochbn.averaging import Average, join
 from stochbn.distributions import Layer
 from stochbn.moments import Moments
@@ -30,18 +30,6 @@ def centred(model: nn.Module) -> stochbn.Factorized:
             centre = torch.stack([norm.running_mean.double(), (norm.running_var.double() + norm.eps).log()])
             layers[name] = Layer(norm.eps, Moments(10.0, 10.0, centre, torch.ones_like(centre)))
     return stochbn.Factorized(layers, batch_size=16, num_batches=10)
-
-
-def naive(model: nn.Module, draws: stochbn.Draws, x: Tensor) -> Tensor:
-    """The oracle: one deep copy of the model a draw, its buffers overwritten. (S, N, K)"""
-    outputs = []
-    for index in range(len(draws)):
-        network = copy.deepcopy(model).eval()
-        for name, buffer in network.named_buffers():
-            if name in draws.buffers:
-                buffer.copy_(draws.buffers[name][index])
-        outputs.append(network(x).detach().softmax(1))
-    return torch.stack(outputs)
 
 
 # ---- identities

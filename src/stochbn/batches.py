@@ -10,6 +10,10 @@ from torch.utils.data import Dataset, IterableDataset
 
 Call = Callable[[nn.Module, Any], Any]
 
+# A pass holds about this many examples, draws × rows in prediction and mini-batches in fitting: fewer would waste the
+# reading of weights, more would not fit the cache. Memory then depends on the batch, not on the number of draws.
+STACKED_EXAMPLES = 64
+
 
 def map_leaves(function: Callable[..., Any], *items: Any) -> Any:
     """Applies `function` to what stands at the same place of each item, and rebuilds the structure.

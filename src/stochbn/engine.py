@@ -16,17 +16,25 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 from torch.func import functional_call, vmap
-from torch.nn import functional as F
-from torch.overrides import TorchFunctionMode
 from torch.utils._pytree import tree_flatten, tree_unflatten
 
-from stochbn.batches import Call, Called, copy_to, device_of, fill, map_leaves, num_examples, tensors_in
+from stochbn.affine import Affine, DrawnNormalization, fold
+from stochbn.batches import (
+    STACKED_EXAMPLES,
+    Call,
+    Called,
+    copy_to,
+    device_of,
+    fill,
+    map_leaves,
+    num_examples,
+    tensors_in,
+)
 from stochbn.compilation import CompiledPass, compiled_pass, fingerprint
 from stochbn.distributions import Draws, StatisticsDistribution
 from stochbn.dropout import DropoutMasks, dropout_masks
 from stochbn.sharing import Recording
 from stochbn.statistics import (
-    LAYOUT_DEPENDENT,
     all_batch_norms,
     buffer_names,
     channels_last_weights,
@@ -36,7 +44,6 @@ from stochbn.statistics import (
 )
 
 Source = StatisticsDistribution | Draws | None
-Affine = tuple[Tensor, Tensor]
 
 
 class Drawn(NamedTuple):
@@ -47,15 +54,12 @@ class Drawn(NamedTuple):
     indices: Tensor
 
 
-# Draws are stacked until a pass holds this many examples, so that memory depends on the batch, not on S.
-STACKED_EXAMPLES = 64
 # The largest activation of a stack is kept below this (32 MB, a large cache); before it is known, each input value is
 # taken to become so many.
 STACKED_BYTES = 2**25
 CHANNELS = 64
 # Draws are made ahead, in blocks of at most so many numbers (2 MB in float64), so that those too are bounded.
 BLOCK_NUMBERS = 2**18
-_SPACE = {nn.BatchNorm2d: 2, nn.BatchNorm3d: 3}
 FIRST_DRAWS = 64  # before it is known how many numbers a draw has
 
 
@@ -74,70 +78,6 @@ class Predictor(Called):
                 "Pick it out with call=, for example call=lambda model, x: model(x)['out']."
             )
         return output
-
-
-def _average_pool(input: Tensor, output_size: Any) -> Tensor:  # noqa: A002, the name it is called by
-    """Pools as torch does; to one value as a mean, which `vmap` can stack in every memory format."""
-    if output_size in (1, (1,), [1], (1, 1), [1, 1]):
-        return input.mean((-2, -1), keepdim=True)
-    return F.adaptive_avg_pool2d(input, output_size)
-
-
-class DrawnNormalization(TorchFunctionMode):
-    """Context of a stacked pass: answers torch's `batch_norm` by a drawn layer's affine map, and shares what it can.
-
-    Args:
-        layers: `{id of a drawn running mean: (layer, affine)}`.
-        recording: Of the passes over this batch, if they may share.
-    """
-
-    def __init__(self, layers: dict[int, tuple[nn.Module, Affine]], recording: Recording | None) -> None:
-        super().__init__()
-        self.layers = layers
-        self.recording = recording
-        self.most_bytes = 0  # of what a draw normalises at once
-
-    def __torch_function__(
-        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
-    ) -> Any:
-        kwargs = kwargs or {}
-        if func is F.batch_norm:
-            return self._normalise(*args, **kwargs)
-        if func is F.adaptive_avg_pool2d:
-            func = _average_pool
-        elif func in LAYOUT_DEPENDENT:
-            raise NotImplementedError(f"{func.__name__} depends on how a tensor lies in memory")
-        return self._call(func, args, kwargs)
-
-    def _call(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        return func(*args, **kwargs) if self.recording is None else self.recording.call(func, args, kwargs)
-
-    def _normalise(
-        self,
-        input: Tensor,  # noqa: A002, the name it is called by
-        running_mean: Tensor | None,
-        running_var: Tensor | None,
-        weight: Tensor | None = None,
-        bias: Tensor | None = None,
-        training: bool = False,
-        momentum: float = 0.1,
-        eps: float = 1e-5,
-    ) -> Tensor:
-        self.most_bytes = max(self.most_bytes, input.numel() * input.element_size())
-        layer, affine = self.layers.get(id(running_mean), (None, None))
-        # A class of its own may pass other parameters than the layer's, for which nothing was folded.
-        plain = layer is not None and weight is layer.weight and bias is layer.bias and eps == layer.eps
-        if affine is None or training or not plain:
-            args = (input, running_mean, running_var, weight, bias, training, momentum, eps)
-            output: Tensor = self._call(F.batch_norm, args, {})
-            return output
-        if self.recording is not None:
-            self.recording.stop(input)
-        scale, shift = affine
-        if scale.dim() != input.dim() - 1:
-            scale, shift = (values.view(-1, *(1 for _ in input.shape[2:])) for values in affine)
-        output = torch.addcmul(shift, input, scale)
-        return output if output.dtype == input.dtype else output.to(input.dtype)
 
 
 class Network:
@@ -335,7 +275,7 @@ class Network:
         part = slice(start - draws[0], stop - draws[0])
         buffers = {name: values[part] for name, values in buffers.items()}
         if torch.is_grad_enabled():  # the maps carry gradients to the layers' parameters, anew in each pass
-            return Drawn(buffers, self._fold(buffers), index)
+            return Drawn(buffers, fold(self.layers, buffers), index)
         return Drawn(buffers, {name: (scale[part], shift[part]) for name, (scale, shift) in affines.items()}, index)
 
     def _load(self, draws: range) -> None:
@@ -346,22 +286,7 @@ class Network:
             made = self.source
         buffers = {f"model.{name}": values for name, values in made.match(self.model).buffers.items()}
         with torch.no_grad():
-            self.block = (draws, buffers, self._fold(buffers))
-
-    def _fold(self, buffers: dict[str, Tensor]) -> dict[str, Affine]:
-        """Makes γ (x − μ) / sqrt(σ² + ε) + β one scale and shift a channel, (S, C) each, in float32 or better."""
-        affines = {}
-        for name, layer in self.layers.items():
-            mean_name, var_name = (f"model.{buffer}" for buffer in buffer_names(name))
-            if mean_name in buffers:
-                mean, var = (
-                    b if b.dtype == torch.float64 else b.float() for b in (buffers[mean_name], buffers[var_name])
-                )
-                scale = (var + layer.eps).rsqrt() * (1.0 if layer.weight is None else layer.weight)
-                shift = -mean * scale + (0.0 if layer.bias is None else layer.bias)
-                space = (1,) * _SPACE.get(type(layer), 0)  # as the layer's input most likely has it
-                affines[name] = (scale.view(*scale.shape, *space), shift.view(*shift.shape, *space))
-        return affines
+            self.block = (draws, buffers, fold(self.layers, buffers))
 
 
 class _Batch:

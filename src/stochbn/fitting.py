@@ -13,6 +13,7 @@ from torch.nn.modules.batchnorm import _BatchNorm
 from tqdm.auto import tqdm
 
 from stochbn.batches import (
+    STACKED_EXAMPLES,
     Call,
     Called,
     call_on_item,
@@ -43,8 +44,6 @@ from stochbn.statistics import (
 # off: p = 0.5 doubles the second moment of what it passes on.
 MAX_SHIFT = 1.0
 MAX_LOG_RATIO = 1.386
-# Mini-batches go through the model together, as many as this many examples hold: more would not fit the cache.
-STACKED_EXAMPLES = 64
 # Observations are added up, and standard errors computed, after so many forward passes.
 TOGETHER = 10
 

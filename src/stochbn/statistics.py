@@ -10,7 +10,7 @@ import operator
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from fnmatch import fnmatchcase
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -137,6 +137,19 @@ def normalise(
     return output.to(x.dtype), mean, inverse.log() * -2
 
 
+class BatchNormCall(NamedTuple):
+    """The arguments of torch's `batch_norm`, however they were passed; `F.batch_norm(*call)` makes the call."""
+
+    input: Tensor
+    running_mean: Tensor | None
+    running_var: Tensor | None
+    weight: Tensor | None = None
+    bias: Tensor | None = None
+    training: bool = False
+    momentum: float = 0.1
+    eps: float = 1e-5
+
+
 class BatchNormalization(TorchFunctionMode):
     """Context in which the given layers of a model in eval mode normalise by their batch.
 
@@ -175,37 +188,28 @@ class BatchNormalization(TorchFunctionMode):
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
         if func is F.batch_norm:
-            return self._normalise(*args, **(kwargs or {}))
+            return self._normalise(BatchNormCall(*args, **(kwargs or {})))
         if self.reordered and func in LAYOUT_DEPENDENT:
             raise NotImplementedError(f"{func.__name__} depends on how a tensor lies in memory")
         return func(*args, **(kwargs or {}))
 
-    def _normalise(
-        self,
-        input: Tensor,  # noqa: A002, the name it is called by
-        running_mean: Tensor | None,
-        running_var: Tensor | None,
-        weight: Tensor | None = None,
-        bias: Tensor | None = None,
-        training: bool = False,
-        momentum: float = 0.1,
-        eps: float = 1e-5,
-    ) -> Tensor:
-        name = self._names.get(id(running_mean))
-        if name is None and not (training or running_mean is None):
-            return F.batch_norm(input, running_mean, running_var, weight, bias, training, momentum, eps)
+    def _normalise(self, call: BatchNormCall) -> Tensor:
+        x = call.input
+        name = self._names.get(id(call.running_mean))
+        if name is None and not (call.training or call.running_mean is None):
+            return F.batch_norm(*call)
         where = "without running statistics" if name is None else repr(name)
-        if input.shape[0] % self.groups:
+        if x.shape[0] % self.groups:
             raise ValueError(
                 f"Expected layer {where} to get a multiple of {self.groups} examples, one mini-batch each, got "
-                f"{input.shape[0]}: the model regroups its batch. Pass a loader of the batch size itself."
+                f"{x.shape[0]}: the model regroups its batch. Pass a loader of the batch size itself."
             )
-        if input.numel() // input.shape[1] == self.groups:
+        if x.numel() // x.shape[1] == self.groups:
             raise ValueError(
                 f"Expected more than 1 value a channel and mini-batch in layer {where}, got input of shape "
-                f"{list(input.shape)}. Pass a loader of larger batches or a larger batch_size=."
+                f"{list(x.shape)}. Pass a loader of larger batches or a larger batch_size=."
             )
-        output, mean, log_variance = normalise(input, weight, bias, eps, self.groups)
+        output, mean, log_variance = normalise(x, call.weight, call.bias, call.eps, self.groups)
         if self.record and name is not None:
             self._seen.setdefault(name, []).append((mean, log_variance))
         return output

@@ -14,7 +14,7 @@ from torch.utils.hooks import RemovableHandle
 from stochbn.batches import num_examples
 from stochbn.distributions import Factorized
 from stochbn.fitting import Collected
-from stochbn.statistics import batch_moments, find_layers, observation, unwrap
+from stochbn.statistics import BatchNormCall, batch_moments, find_layers, observation, unwrap
 
 
 class Tracker:
@@ -66,7 +66,7 @@ class _Watch(TorchFunctionMode):
     ) -> Any:
         if func is F.batch_norm:
             with torch.no_grad():
-                mean, variance = batch_moments((args[0] if args else (kwargs or {})["input"]).detach())
+                mean, variance = batch_moments(BatchNormCall(*args, **(kwargs or {})).input.detach())
                 self.observed.append(observation(mean, variance, self.eps))
         return func(*args, **(kwargs or {}))
 

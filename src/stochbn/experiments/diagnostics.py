@@ -47,7 +47,7 @@ def measure(
     tensors |= _infer_exactly(network, recipe, splits, num_exact, num_samples=num_samples, progress=progress)
     say("the lower bound and its gap, Appendix A")
     header["bound"] = _bound(network, recipe, splits["train"], num_samples=num_samples, progress=progress)
-    parts = {part: splits[part][_choose(splits[part], NUM_CURVE)] for part in PARTS}
+    parts = {part: splits[part][choose_rows(splits[part], NUM_CURVE)] for part in PARTS}
     header["num_curve"] = {part: len(split) for part, split in parts.items()}
     say("the number of samples S")
     stats = fit(network, splits["train"], recipe, progress=progress)
@@ -105,7 +105,7 @@ def _infer_exactly(
 ) -> dict[str, Tensor]:
     tensors: dict[str, Tensor] = {}
     for part in PARTS:
-        index = _choose(splits[part], num_inputs)
+        index = choose_rows(splits[part], num_inputs)
         prediction = stochbn.exact_predict(
             network,
             training_batches(splits["train"], recipe),
@@ -188,7 +188,7 @@ def _by_batch_size(
     return rows
 
 
-def _choose(split: Split, count: int) -> Tensor:
+def choose_rows(split: Split, count: int) -> Tensor:
     """Draws rows of a split at random, always the same ones: a data set may be ordered, as MNIST's test images are."""
     order = torch.randperm(len(split), generator=torch.Generator().manual_seed(DRAW_SEED))
     return order[:count].sort().values

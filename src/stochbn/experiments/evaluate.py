@@ -123,7 +123,7 @@ def _provenance(command: str) -> dict[str, Any]:
     """Returns by what a number was made: the command, the commit, versions, the seed of the draws."""
     return {
         "command": command,
-        "commit": _commit(),
+        "commit": commit(Path(__file__)),
         "versions": {
             "stochbn": stochbn.__version__,
             "torch": torch.__version__,
@@ -134,16 +134,15 @@ def _provenance(command: str) -> dict[str, Any]:
     }
 
 
-def _commit() -> str:
-    """Returns the commit of this package, with a mark if its files have changed since; "unknown" outside a checkout."""
+def commit(file: Path) -> str:
+    """Returns a file's commit, marked if something around its folder has changed since; "unknown" if it has none."""
 
     def git(*arguments: str) -> str:
-        here = Path(__file__)
-        done = subprocess.run(["git", *arguments], cwd=here.parent, capture_output=True, text=True, check=True)
+        done = subprocess.run(["git", *arguments], cwd=file.parent, capture_output=True, text=True, check=True)
         return done.stdout.strip()
 
     try:
-        git("ls-files", "--error-unmatch", Path(__file__).name)  # not some repository around an installed package
+        git("ls-files", "--error-unmatch", file.name)  # not some repository around an installed package
         return git("rev-parse", "--short=12", "HEAD") + ("-changed" if git("status", "--porcelain", "..") else "")
     except (OSError, subprocess.CalledProcessError):
         return "unknown"

@@ -49,6 +49,7 @@ def fit(
     recipe: Recipe,
     *,
     batch_size: int | None = None,
+    layers: list[str] | None = None,
     dropout: bool = False,
     progress: bool = False,
 ) -> stochbn.Factorized:
@@ -59,6 +60,7 @@ def fit(
             network,
             training_batches(training, recipe),
             batch_size=batch_size or recipe.batch_size,
+            layers=layers,
             dropout=dropout,
             progress=progress,
         )

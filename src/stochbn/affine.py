@@ -1,0 +1,89 @@
+"""BatchNorm with drawn statistics is an affine map: folded ahead for all draws, applied where torch would normalise."""
+
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+from torch.overrides import TorchFunctionMode
+
+from stochbn.sharing import Recording
+from stochbn.statistics import LAYOUT_DEPENDENT, BatchNormCall, buffer_names
+
+Affine = tuple[Tensor, Tensor]
+
+_SPACE = {nn.BatchNorm2d: 2, nn.BatchNorm3d: 3}
+
+
+def fold(layers: Mapping[str, Any], buffers: Mapping[str, Tensor]) -> dict[str, Affine]:
+    """Makes γ (x − μ) / sqrt(σ² + ε) + β one scale and shift a channel, (S, C) each, in float32 or better.
+
+    Args:
+        layers: BatchNorm layers by name; those without drawn buffers are left out.
+        buffers: `{"model." + buffer name: (S, C)}`.
+    """
+    affines = {}
+    for name, layer in layers.items():
+        mean_name, var_name = (f"model.{buffer}" for buffer in buffer_names(name))
+        if mean_name in buffers:
+            mean, var = (b if b.dtype == torch.float64 else b.float() for b in (buffers[mean_name], buffers[var_name]))
+            scale = (var + layer.eps).rsqrt() * (1.0 if layer.weight is None else layer.weight)
+            shift = -mean * scale + (0.0 if layer.bias is None else layer.bias)
+            space = (1,) * _SPACE.get(type(layer), 0)  # as the layer's input most likely has it
+            affines[name] = (scale.view(*scale.shape, *space), shift.view(*shift.shape, *space))
+    return affines
+
+
+def _average_pool(input: Tensor, output_size: Any) -> Tensor:  # noqa: A002, the name it is called by
+    """Pools as torch does; to one value as a mean, which `vmap` can stack in every memory format."""
+    if output_size in (1, (1,), [1], (1, 1), [1, 1]):
+        return input.mean((-2, -1), keepdim=True)
+    return F.adaptive_avg_pool2d(input, output_size)
+
+
+class DrawnNormalization(TorchFunctionMode):
+    """Context of a stacked pass: answers torch's `batch_norm` by a drawn layer's affine map, and shares what it can.
+
+    Args:
+        layers: `{id of a drawn running mean: (layer, affine)}`.
+        recording: Of the passes over this batch, if they may share.
+    """
+
+    def __init__(self, layers: dict[int, tuple[nn.Module, Affine]], recording: Recording | None) -> None:
+        super().__init__()
+        self.layers = layers
+        self.recording = recording
+        self.most_bytes = 0  # of what a draw normalises at once
+
+    def __torch_function__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        kwargs = kwargs or {}
+        if func is F.batch_norm:
+            return self._normalise(BatchNormCall(*args, **kwargs))
+        if func is F.adaptive_avg_pool2d:
+            func = _average_pool
+        elif func in LAYOUT_DEPENDENT:
+            raise NotImplementedError(f"{func.__name__} depends on how a tensor lies in memory")
+        return self._call(func, args, kwargs)
+
+    def _call(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        return func(*args, **kwargs) if self.recording is None else self.recording.call(func, args, kwargs)
+
+    def _normalise(self, call: BatchNormCall) -> Tensor:
+        x = call.input
+        self.most_bytes = max(self.most_bytes, x.numel() * x.element_size())
+        layer, affine = self.layers.get(id(call.running_mean), (None, None))
+        # A class of its own may pass other parameters than the layer's, for which nothing was folded.
+        plain = layer is not None and call.weight is layer.weight and call.bias is layer.bias and call.eps == layer.eps
+        if affine is None or call.training or not plain:
+            output: Tensor = self._call(F.batch_norm, tuple(call), {})
+            return output
+        if self.recording is not None:
+            self.recording.stop(x)
+        scale, shift = affine
+        if scale.dim() != x.dim() - 1:
+            scale, shift = (values.view(-1, *(1 for _ in x.shape[2:])) for values in affine)
+        output = torch.addcmul(shift, x, scale)
+        return output if output.dtype == x.dtype else output.to(x.dtype)
