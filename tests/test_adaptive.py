@@ -142,6 +142,8 @@ def test_given_draws_bound_the_number(model: nn.Module, stats: stochbn.Factorize
 
 
 def test_mistakes(model: nn.Module, stats: stochbn.Factorized, x: Tensor) -> None:
+    with pytest.raises(TypeError, match='a whole number or "auto"'):
+        stochbn.predict(model, stats, x, num_samples="Auto")
     with pytest.raises(ValueError, match="plain network"):
         stochbn.predict(model, None, x, num_samples="auto")
     with pytest.raises(ValueError, match="tolerance above 0"):

@@ -82,6 +82,8 @@ def predict(
     """
     adaptive = num_samples == "auto"
     draws = MAX_DRAWS if num_samples == "auto" else num_samples
+    if isinstance(draws, str):
+        raise TypeError(f'Expected num_samples to be a whole number or "auto", got {num_samples!r}. Pass one of these.')
     check_options(num_samples=draws, chunk_size=chunk_size, link=link)
     if not tolerance > 0:
         raise ValueError(

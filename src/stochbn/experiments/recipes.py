@@ -92,7 +92,7 @@ class Recipe:
         if not 0 < given.get("dropout", 0.5) < 1 or ("dropout" in given and not self.dropout):
             raise ValueError(
                 f"Expected a dropout rate between 0 and 1 for a recipe with dropout, got {given['dropout']} for "
-                f"{self.name}."
+                f"{self.name}. Take one such as lenet5-dropout."
             )
         name = "-".join([self.name, *(_WORDS[field].format(given[field]) for field in sorted(given))])
         if given.get("optimizer") == "sgd":
