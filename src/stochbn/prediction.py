@@ -21,7 +21,7 @@ def predict(
     inputs: Any,
     *,
     num_samples: int | Literal["auto"] = 50,
-    tolerance: float = 0.02,
+    tolerance: float = 0.1,
     seed: int | None = 0,
     link: Link = "softmax",
     dropout: bool = False,
@@ -87,7 +87,7 @@ def predict(
     check_options(num_samples=draws, chunk_size=chunk_size, link=link)
     if not tolerance > 0:
         raise ValueError(
-            f"Expected a tolerance above 0, got {tolerance}. Pass 0.02, say: a hundredth of a bit is 0.007."
+            f"Expected a tolerance above 0, got {tolerance}. Pass 0.1, say; the entropy of ten classes goes up to 2.3."
         )
     if adaptive and compile:
         raise ValueError(
