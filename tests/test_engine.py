@@ -394,3 +394,22 @@ def test_stacks_are_bounded_in_bytes(images: list[Tensor], monkeypatch: pytest.M
     pred = stochbn.predict(model, stats, images[0][:1], num_samples=12)
     assert sizes == [1, 5, 5, 1]  # before the size of an activation is known, it is guessed to be larger
     torch.testing.assert_close(pred.samples, whole.samples, **ROUNDING)
+
+
+def test_networks_that_were_just_drawn_are_not_drawn_again(
+    model: nn.Module, stats: stochbn.Factorized, x: Tensor, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    made = []
+    sample = type(stats).sample
+
+    def counting(self: stochbn.Factorized, *args: object, **kwargs: object) -> stochbn.Draws:
+        made.append(kwargs["seed"])
+        return sample(self, *args, **kwargs)
+
+    monkeypatch.setattr(type(stats), "sample", counting)
+    first = stochbn.predict(model, stats, x, seed=0)
+    second = stochbn.predict(model, stats, x, seed=0)
+    other = stochbn.predict(model, stats, x, seed=1)
+    assert made == [0, 1]
+    assert torch.equal(first.probs, second.probs)
+    assert not torch.equal(first.probs, other.probs)

@@ -12,6 +12,7 @@ import warnings
 from collections.abc import Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any, NamedTuple
+from weakref import WeakKeyDictionary
 
 import torch
 from torch import Tensor, nn
@@ -31,7 +32,7 @@ from stochbn.batches import (
     tensors_in,
 )
 from stochbn.compilation import CompiledPass, compiled_pass, fingerprint
-from stochbn.distributions import Draws, StatisticsDistribution
+from stochbn.distributions import Draws, Factorized, StatisticsDistribution
 from stochbn.dropout import DropoutMasks, dropout_masks
 from stochbn.sharing import Recording
 from stochbn.statistics import (
@@ -280,13 +281,28 @@ class Network:
 
     def _load(self, draws: range) -> None:
         if isinstance(self.source, StatisticsDistribution):
-            made = self.source.sample(len(draws), seed=self.seed, first=draws[0])
+            made = _sample(self.source, len(draws), self.seed, draws[0])
         else:
             assert self.source is not None
             made = self.source
         buffers = {f"model.{name}": values for name, values in made.match(self.model).buffers.items()}
         with torch.no_grad():
             self.block = (draws, buffers, fold(self.layers, buffers))
+
+
+def _sample(source: StatisticsDistribution, count: int, seed: int, first: int) -> Draws:
+    """Draws networks, or returns the last ones of a fitted distribution if they are asked for again."""
+    asked = (count, seed, first)
+    if asked != _LAST.get(source, (None,))[0]:
+        draws = source.sample(count, seed=seed, first=first)
+        if not isinstance(source, Factorized):  # which never changes; of any other kind nothing is known
+            return draws
+        _LAST[source] = (asked, draws)
+    return _LAST[source][1]
+
+
+# One input after the other asks for the same networks again and again, and drawing them can take as long as a pass.
+_LAST: "WeakKeyDictionary[StatisticsDistribution, tuple[tuple[int, int, int], Draws]]" = WeakKeyDictionary()
 
 
 class _Batch:
