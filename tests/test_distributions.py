@@ -294,7 +294,7 @@ def _umask() -> int:
 def test_header_can_be_read_without_the_library(file: Path) -> None:
     with safe_open(file, "pt") as handle:
         header = json.loads(handle.metadata()["stochbn"])
-    assert header["format_version"] == 1
+    assert header["format_version"] == 2
     assert (header["family"], header["batch_size"], header["num_batches"]) == ("factorized", 16, 12)
     assert [(layer["name"], layer["eps"]) for layer in header["layers"]] == [("1", 1e-5), ("4", 1e-5), ("7", 1e-5)]
 
@@ -348,7 +348,7 @@ def rewrite(file: Path, change: object) -> None:
 
 
 HOSTILE = {
-    "newer": (lambda h, t: h.update(format_version=2), r"format 1, got .* of format 2. Upgrade stochbn"),
+    "newer": (lambda h, t: h.update(format_version=3), r"format 2, got .* of format 3. Upgrade stochbn"),
     "no-version": (lambda h, t: h.pop("format_version"), "broken header"),
     "family": (lambda h, t: h.update(family="flow"), "unknown family 'flow'"),
     "no-layers": (lambda h, t: (h.update(layers=[]), t.clear()), "file without layers"),

@@ -16,17 +16,19 @@ PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
 
 @pytest.mark.filterwarnings("ignore::UserWarning:tqdm")
 @pytest.mark.filterwarnings("ignore::DeprecationWarning:torch")  # torch's own, within the compiler
+@pytest.mark.filterwarnings("ignore:The NLL is lowest at 16")  # the labels are noise
 def test_readme_code(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     blocks = re.findall(r"```python\n(.*?)```", (ROOT / "README.md").read_text(), re.DOTALL)
-    assert len(blocks) == 2
-    data = TensorDataset(torch.rand(192, 1, 8, 8), torch.zeros(192))
+    assert len(blocks) == 3
+    data = TensorDataset(torch.rand(192, 1, 8, 8), torch.randint(3, (192,)))
     train_loader = DataLoader(data, batch_size=16, shuffle=True)
     models = [calibrate(small_cnn(dropout=0.2), data.tensors[0].split(16)) for _ in range(2)]
     names = {
         "model": models[0],
         "models": models,
         "train_loader": train_loader,
+        "val_loader": train_loader,
         "test_loader": train_loader,
         "x": torch.rand(4, 1, 8, 8),
     }

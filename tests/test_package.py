@@ -17,6 +17,7 @@ ORDER = [
     "storage",
     "moments",
     "distributions",
+    "families",
     "fitting",
     "tracking",
     "dropout",
@@ -28,6 +29,7 @@ ORDER = [
     "engine",
     "adaptive",
     "prediction",
+    "tuning",
     "exact",
 ]
 
@@ -37,7 +39,7 @@ def test_every_public_name_is_documented(name: str) -> None:
     documented = getattr(stochbn, name)
     assert documented.__doc__
     # The abstract class, and what functions return, are shown where they are made.
-    if name not in {"StatisticsDistribution", "Prediction", "LowerBound", "Tracker"}:
+    if name not in {"StatisticsDistribution", "Fitted", "Tuning", "Prediction", "LowerBound", "Tracker"}:
         assert ">>>" in documented.__doc__
 
 

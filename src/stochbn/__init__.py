@@ -6,22 +6,28 @@ pred.probs, pred.entropy
 """
 
 from stochbn.averaging import Prediction
-from stochbn.distributions import Draws, Factorized, StatisticsDistribution, load
+from stochbn.distributions import Draws, Factorized, Fitted, StatisticsDistribution, Tuning
 from stochbn.exact import LowerBound, exact_predict, lower_bound
+from stochbn.families import Empirical, LowRank, load
 from stochbn.fitting import fit
 from stochbn.prediction import predict
 from stochbn.tracking import Tracker, track
+from stochbn.tuning import tune
 from stochbn.uncertainty import brier, ece, entropy, error, expected_entropy, mutual_information, nll
 
 __version__ = "0.1.0"
 
 __all__ = [
     "Draws",
+    "Empirical",
     "Factorized",
+    "Fitted",
+    "LowRank",
     "LowerBound",
     "Prediction",
     "StatisticsDistribution",
     "Tracker",
+    "Tuning",
     "brier",
     "ece",
     "entropy",
@@ -35,4 +41,5 @@ __all__ = [
     "nll",
     "predict",
     "track",
+    "tune",
 ]

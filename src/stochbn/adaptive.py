@@ -61,6 +61,7 @@ def predict_adaptively(
                 continue
             with network.active():
                 new = torch.cat(list(network.run(some, chunk_size, count, min(look, network.num_draws))))
+            new = network.temper(new, link)
             outputs[member] = torch.cat([outputs[member], new]) if count else new
             update(len(new))
         count = look

@@ -1,16 +1,16 @@
-"""Statistics → distribution over a model's BatchNorm buffers → draws; save and load.
+"""Statistics → distribution over a model's BatchNorm buffers → draws.
 
 The paper's family, eq. 4, is `Factorized`: r(μ) = N(m_μ, s²_μ) and r(σ) = LogN(m_σ, s²_σ) for every channel. Any other
-distribution over the buffers fits behind `StatisticsDistribution.sample`.
+distribution over the buffers fits behind `StatisticsDistribution.sample`; `families` has two that keep correlations.
 """
 
 import math
 import os
 from abc import ABC, abstractmethod
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from functools import cached_property
-from typing import Any, overload
+from typing import ClassVar, overload
 
 import torch
 from torch import Tensor, nn
@@ -58,6 +58,8 @@ class Draws:
         buffers: `{buffer name: (S, C)}`, such as `"bn1.running_mean"`.
         excluded: BatchNorm layers that keep their own running statistics on purpose.
         eps: `{layer name: ε}` that the variances are meant for, where known.
+        batch_size: M, if each input is to be counted as one of the M whose statistics these are; else None.
+        temperature: Divides the outputs before the softmax.
 
     Example:
         >>> draws = Draws({"running_mean": torch.zeros(5, 3), "running_var": torch.ones(5, 3)})
@@ -70,6 +72,8 @@ class Draws:
     buffers: Mapping[str, Tensor]
     excluded: tuple[str, ...] = ()
     eps: Mapping[str, float] = field(default_factory=dict)
+    batch_size: int | None = None
+    temperature: float = 1.0
 
     def __post_init__(self) -> None:
         sizes = {name: tuple(values.shape) for name, values in self.buffers.items()}
@@ -85,7 +89,7 @@ class Draws:
     def __getitem__(self, index: slice) -> "Draws": ...
     def __getitem__(self, index: int | slice) -> "dict[str, Tensor] | Draws":
         part = {name: values[index] for name, values in self.buffers.items()}
-        return Draws(part, self.excluded, self.eps) if isinstance(index, slice) else part
+        return replace(self, buffers=part) if isinstance(index, slice) else part
 
     def match(self, model: nn.Module) -> "Draws":
         """Returns the draws on the model's devices and in its precisions; raises if they are another model's."""
@@ -113,7 +117,7 @@ class Draws:
                 f"Expected statistics fitted on this {type(model).__name__}, got another model's ({found}). "
                 "Fit them again with stochbn.fit(model, train_loader)."
             )
-        return Draws({key: values.to(own[key]) for key, values in self.buffers.items()}, self.excluded, self.eps)
+        return replace(self, buffers={key: values.to(own[key]) for key, values in self.buffers.items()})
 
 
 class StatisticsDistribution(ABC):
@@ -130,9 +134,25 @@ class StatisticsDistribution(ABC):
         """Draws networks. Draw i of a seed is always the same, however many are drawn and on whatever device."""
 
 
+@dataclass(frozen=True)
+class Tuning:
+    """What `stochbn.tune` chose on held-out data, and what it had to choose from.
+
+    Attributes:
+        spread: Multiplies the deviations from the centre: one number, or one for each layer by name. A spread of k is
+            that of mini-batches k² times smaller.
+        temperature: Divides the outputs of every draw before the softmax.
+        curve: The spreads tried in common for all layers, each with the best temperature and the NLL there.
+    """
+
+    spread: float | Mapping[str, float] = 1.0
+    temperature: float = 1.0
+    curve: tuple[tuple[float, float, float], ...] = ()
+
+
 @dataclass(frozen=True, eq=False)
-class Factorized(StatisticsDistribution):
-    """The paper's r(μ) r(σ) (eq. 4): independent Normal means and Log-normal deviations, by matched moments.
+class Fitted(StatisticsDistribution):
+    """What `fit` returns: the moments of every layer's statistics, and the family of joint distributions around them.
 
     Attributes:
         layers: `{layer name: Layer}`.
@@ -140,20 +160,8 @@ class Factorized(StatisticsDistribution):
         num_batches: How many there were.
         excluded: BatchNorm layers of the model that it leaves to their running statistics.
         dropout: Whether dropout was active.
-
-    Example:
-        >>> import stochbn
-        >>> model = nn.Sequential(nn.Linear(2, 3), nn.BatchNorm1d(3, momentum=None))
-        >>> batches = [torch.randn(16, 2) for _ in range(10)]
-        >>> for batch in batches:
-        ...     _ = model(batch)
-        >>> stats = stochbn.fit(model, batches, progress=False)
-        >>> stats
-        Factorized(1 layers, 3 channels, batch_size=16, num_batches=10)
-        >>> stats.layers["1"].r_mu.loc.shape
-        torch.Size([3])
-        >>> stats.sample(50, seed=0).buffers["1.running_var"].shape
-        torch.Size([50, 3])
+        conditioned: Whether each input is counted into the mini-batch that normalises it, as eq. 2 has it.
+        tuning: What `stochbn.tune` chose, if it was called.
     """
 
     layers: Mapping[str, Layer]
@@ -161,22 +169,33 @@ class Factorized(StatisticsDistribution):
     num_batches: int
     excluded: tuple[str, ...] = ()
     dropout: bool = False
+    conditioned: bool = False
+    tuning: Tuning | None = None
+
+    family: ClassVar[str]
+    array: ClassVar[str | None] = None  # the field that holds what the family knows beyond the moments
 
     def __repr__(self) -> str:
         channels = sum(layer.num_features for layer in self.layers.values())
-        return (
-            f"{type(self).__name__}({len(self.layers)} layers, {channels} channels, "
-            f"batch_size={self.batch_size}, num_batches={self.num_batches})"
-        )
+        parts = [f"{len(self.layers)} layers", f"{channels} channels"]
+        parts += [f"batch_size={self.batch_size}", f"num_batches={self.num_batches}"]
+        parts += ["conditioned"] if self.conditioned else []
+        parts += ["tuned"] if self.tuning else []
+        return f"{type(self).__name__}({', '.join(parts)})"
+
+    @abstractmethod
+    def deviations(self, seed: int, first: int, count: int) -> Tensor:
+        """Draws deviations from the centre at spread 1: (count, 2, ΣC) in float64, means and log(σ² + ε)."""
 
     def sample(self, num_samples: int, *, spread: float = 1.0, seed: int | None = None, first: int = 0) -> Draws:
-        """Draws networks: μ ~ r(μ), σ ~ r(σ), `running_var` = σ² − ε, not below 0.
+        """Draws networks: centre + spread · deviation; `running_var` = σ² − ε, not below 0.
 
         Args:
             num_samples: S ≥ 1.
-            spread: Multiplies the standard deviations; 0 gives the centre, S times.
+            spread: Multiplies the deviations, on top of the tuned spread; 0 gives the centre, S times.
             seed: Draw i of a seed is always the same network. None takes a seed from torch's generator. Draws 2i and
-                2i + 1 mirror each other (`seeding.antithetic_normal`); `draws[::2]` are independent.
+                2i + 1 of a Gaussian family mirror each other (`seeding.antithetic_normal`); `draws[::2]` are
+                independent.
             first: Index of the first draw, to draw them in parts.
         """
         num_samples = check_whole("num_samples", num_samples, 1)
@@ -184,44 +203,48 @@ class Factorized(StatisticsDistribution):
             raise ValueError(f"Expected a finite spread of at least 0, got {spread}. Pass 1 for the fitted one.")
         seed = random_seed() if seed is None else check_whole("seed", seed, -(2**63))
         first = check_whole("first", first, 0)
-        centre, std, eps = self._flat
-        noise = antithetic_normal(seed, first, num_samples, centre.numel()).view(-1, *centre.shape).to(centre.device)
-        drawn = centre + spread * std * noise  # (S, 2, ΣC)
-        sizes = [layer.num_features for layer in self.layers.values()]
-        means = drawn[:, 0].split(sizes, dim=1)
-        variances = (drawn[:, 1].exp() - eps).clamp_min(0).split(sizes, dim=1)
+        tuning = self.tuning or Tuning()
+        drawn = self.centre + spread * self._spread * self.deviations(seed, first, num_samples)  # (S, 2, ΣC)
+        means = drawn[:, 0].split(self.sizes, dim=1)
+        variances = (drawn[:, 1].exp() - self._eps).clamp_min(0).split(self.sizes, dim=1)
         buffers = {}
         for name, mean, variance in zip(self.layers, means, variances, strict=True):
             mean_name, var_name = buffer_names(name)
             buffers[mean_name], buffers[var_name] = mean, variance
-        return Draws(buffers, self.excluded, {name: layer.eps for name, layer in self.layers.items()})
+        return Draws(
+            buffers,
+            self.excluded,
+            {name: layer.eps for name, layer in self.layers.items()},
+            self.batch_size if self.conditioned else None,
+            tuning.temperature,
+        )
+
+    @property
+    def sizes(self) -> list[int]:
+        """Channels of each layer."""
+        return [layer.num_features for layer in self.layers.values()]
 
     @cached_property
-    def _flat(self) -> tuple[Tensor, Tensor, Tensor]:
-        """Centre and standard deviation of all channels, (2, ΣC), and their ε, (ΣC,)."""
-        layers = list(self.layers.values())
-        return (
-            torch.cat([layer.moments.mean for layer in layers], dim=1),
-            torch.cat([layer.moments.variance.sqrt() for layer in layers], dim=1),
-            torch.cat([torch.full_like(layer.moments.mean[0], layer.eps) for layer in layers]),
-        )
+    def centre(self) -> Tensor:
+        """(2, ΣC) mean over the mini-batches of each channel's μ and log(σ² + ε), layer after layer."""
+        return torch.cat([layer.moments.mean for layer in self.layers.values()], dim=1)
 
-    def merge(self, other: "Factorized") -> "Factorized":
-        """Joins two fits of one model to parts of its data: the fit to the whole, to rounding."""
-        ours, theirs = (
-            ({n: (la.num_features, la.eps) for n, la in s.layers.items()}, s.batch_size, s.dropout, set(s.excluded))
-            for s in (self, other)
-        )
-        if ours != theirs:
-            raise ValueError(
-                "Expected two fits of one model with one batch size, got different layers, sizes, ε, dropout or batch "
-                f"sizes ({self} and {other}). Fit both with the same model and options."
-            )
-        layers = {
-            name: Layer(layer.eps, layer.moments.merge(other.layers[name].moments))
-            for name, layer in self.layers.items()
-        }
-        return Factorized(layers, self.batch_size, self.num_batches + other.num_batches, self.excluded, self.dropout)
+    @cached_property
+    def std(self) -> Tensor:
+        """(2, ΣC) their standard deviation."""
+        return torch.cat([layer.moments.variance.sqrt() for layer in self.layers.values()], dim=1)
+
+    @cached_property
+    def _eps(self) -> Tensor:
+        return torch.cat([torch.full_like(layer.moments.mean[0], layer.eps) for layer in self.layers.values()])
+
+    @cached_property
+    def _spread(self) -> Tensor | float:
+        spread = self.tuning.spread if self.tuning else 1.0
+        if not isinstance(spread, Mapping):
+            return spread
+        each = torch.tensor([spread[name] for name in self.layers], dtype=torch.float64, device=self.centre.device)
+        return each.repeat_interleave(torch.tensor(self.sizes, device=each.device))
 
     def drift(self, model: nn.Module) -> dict[str, tuple[float, float]]:
         """Measures how far the fitted centre lies from the model's running statistics. Changes nothing.
@@ -250,11 +273,13 @@ class Factorized(StatisticsDistribution):
     def save(self, path: str | os.PathLike[str]) -> None:
         """Writes a safetensors file, whole or not at all; `stochbn.load` reads it back exactly."""
         header = {
-            "family": "factorized",
+            "family": self.family,
             "batch_size": self.batch_size,
             "num_batches": self.num_batches,
             "excluded": self.excluded,
             "dropout": self.dropout,
+            "conditioned": self.conditioned,
+            "tuning": self.tuning and asdict(self.tuning),
             "layers": [
                 {"name": name, "eps": layer.eps, "weight": m.weight, "weight_sq": m.weight_sq}
                 for name, layer in self.layers.items()
@@ -265,58 +290,50 @@ class Factorized(StatisticsDistribution):
         for name, layer in self.layers.items():
             tensors[f"{name}.mean"] = layer.moments.mean
             tensors[f"{name}.deviation"] = layer.moments.deviation
+        if self.array:
+            tensors[self.array] = getattr(self, self.array)
         storage.write(path, header, tensors)
 
 
-def load(path: str | os.PathLike[str], *, device: torch.device | str = "cpu") -> Factorized:
-    """Reads a distribution that `stats.save(path)` wrote, and checks all of it before use.
-
-    Raises:
-        ValueError: The file is truncated, not ours, of another format version, or holds impossible numbers.
+@dataclass(frozen=True, eq=False, repr=False)
+class Factorized(Fitted):
+    """The paper's r(μ) r(σ) (eq. 4): independent Normal means and Log-normal deviations, by matched moments.
 
     Example:
-        >>> import stochbn, tempfile
-        >>> moments = Moments.of(torch.tensor([[[0.0], [0.0]], [[1.0], [0.5]]], dtype=torch.float64))
-        >>> stats = Factorized({"bn": Layer(1e-5, moments)}, batch_size=16, num_batches=2)
-        >>> with tempfile.TemporaryDirectory() as folder:
-        ...     stats.save(f"{folder}/net.sbn.safetensors")
-        ...     stochbn.load(f"{folder}/net.sbn.safetensors")
-        Factorized(1 layers, 1 channels, batch_size=16, num_batches=2)
+        >>> import stochbn
+        >>> model = nn.Sequential(nn.Linear(2, 3), nn.BatchNorm1d(3, momentum=None))
+        >>> batches = [torch.randn(16, 2) for _ in range(10)]
+        >>> for batch in batches:
+        ...     _ = model(batch)
+        >>> stats = stochbn.fit(model, batches, progress=False)
+        >>> stats
+        Factorized(1 layers, 3 channels, batch_size=16, num_batches=10)
+        >>> stats.layers["1"].r_mu.loc.shape
+        torch.Size([3])
+        >>> stats.sample(50, seed=0).buffers["1.running_var"].shape
+        torch.Size([50, 3])
     """
-    header, tensors = storage.read(path, device)
-    try:
-        return _parse(header, tensors)
-    except (KeyError, TypeError, AttributeError, ValueError, ArithmeticError) as error:
-        reason = f"no {error}" if isinstance(error, KeyError) else error
-        raise ValueError(f"Expected a sound stochbn file, got {path}: {reason}. Save it again.") from error
 
+    family = "factorized"
 
-def _parse(header: dict[str, Any], tensors: dict[str, Tensor]) -> Factorized:
-    def require(sound: bool, what: str) -> None:
-        if not sound:
-            raise ValueError(f"impossible {what}")
+    def deviations(self, seed: int, first: int, count: int) -> Tensor:
+        """Draws independent Gaussian deviations."""
+        noise = antithetic_normal(seed, first, count, self.std.numel())
+        return self.std * noise.view(-1, *self.std.shape).to(self.std.device)
 
-    if header["family"] != "factorized":
-        raise ValueError(f"unknown family {header['family']!r}")
-    batch_size, num_batches, excluded = header["batch_size"], header["num_batches"], header["excluded"]
-    require(type(batch_size) is int and batch_size >= 2, f"batch_size {batch_size!r}")
-    require(type(num_batches) is int and num_batches >= 2, f"num_batches {num_batches!r}")
-    require(isinstance(excluded, list) and all(isinstance(name, str) for name in excluded), "excluded layers")
-    require(type(header["dropout"]) is bool, "dropout")
-    layers: dict[str, Layer] = {}
-    for entry in header["layers"]:
-        name, numbers = entry["name"], (entry["eps"], entry["weight"], entry["weight_sq"])
-        require(isinstance(name, str) and name not in layers, f"layer name {name!r}")
-        require(all(type(v) in (int, float) and 0 <= v < math.inf for v in numbers), f"numbers in layer {name!r}")
-        eps, weight, weight_sq = map(float, numbers)
-        require(0 < weight_sq < weight**2, f"weights in layer {name!r}")
-        mean, deviation = tensors.pop(f"{name}.mean"), tensors.pop(f"{name}.deviation")
-        require(mean.dtype == deviation.dtype == torch.float64, f"precision of layer {name!r}")
-        require(mean.dim() == 2 and mean.shape == deviation.shape, f"shape of layer {name!r}")
-        require(mean.shape[0] == 2 and mean.shape[1] > 0, f"shape of layer {name!r}")
-        require(bool((mean.isfinite() & deviation.isfinite()).all()), f"NaN or Inf in layer {name!r}")
-        require(bool((deviation >= 0).all()), f"variance in layer {name!r}")
-        layers[name] = Layer(eps, Moments(weight, weight_sq, mean, deviation))
-    require(bool(layers), "file without layers")
-    require(not tensors, f"tensors {sorted(tensors)}")
-    return Factorized(layers, batch_size, num_batches, tuple(excluded), header["dropout"])
+    def merge(self, other: "Factorized") -> "Factorized":
+        """Joins two fits of one model to parts of its data: the fit to the whole, to rounding."""
+        ours, theirs = (
+            ({n: (la.num_features, la.eps) for n, la in s.layers.items()}, s.batch_size, s.dropout, set(s.excluded))
+            for s in (self, other)
+        )
+        if ours != theirs:
+            raise ValueError(
+                "Expected two fits of one model with one batch size, got different layers, sizes, ε, dropout or batch "
+                f"sizes ({self} and {other}). Fit both with the same model and options."
+            )
+        layers = {
+            name: Layer(layer.eps, layer.moments.merge(other.layers[name].moments))
+            for name, layer in self.layers.items()
+        }
+        return replace(self, layers=layers, num_batches=self.num_batches + other.num_batches)

@@ -17,9 +17,10 @@ from weakref import WeakKeyDictionary
 import torch
 from torch import Tensor, nn
 from torch.func import functional_call, vmap
-from torch.utils._pytree import tree_flatten, tree_unflatten
+from torch.utils._pytree import tree_flatten, tree_map, tree_unflatten
 
 from stochbn.affine import Affine, DrawnNormalization, fold
+from stochbn.averaging import Link
 from stochbn.batches import (
     STACKED_EXAMPLES,
     Call,
@@ -32,7 +33,7 @@ from stochbn.batches import (
     tensors_in,
 )
 from stochbn.compilation import CompiledPass, compiled_pass, fingerprint
-from stochbn.distributions import Draws, Factorized, StatisticsDistribution
+from stochbn.distributions import Draws, Fitted, StatisticsDistribution
 from stochbn.dropout import DropoutMasks, dropout_masks
 from stochbn.sharing import Recording
 from stochbn.statistics import (
@@ -108,6 +109,9 @@ class Network:
         self.compiles = compiles
         self.compiled_rows = 0
         self.bytes_a_draw: int | None = None
+        self.batch_size: int | None = None  # M, if inputs are counted into the mini-batches that normalise them
+        self.temperature = 1.0
+        self.num_masks: int | None = None  # after so many draws, dropout's masks begin anew
         self.block: tuple[range, dict[str, Tensor], dict[str, Affine]] = (range(0), {}, {})  # the draws at hand
         self.layers: dict[str, Any] = {} if source is None else dict(all_batch_norms(model))
         self.weights: dict[str, Tensor] | None = None
@@ -138,7 +142,7 @@ class Network:
                 yield
 
     def run(self, item: Any, chunk_size: int | None, first: int = 0, last: int | None = None) -> Iterator[Tensor]:
-        """Yields outputs (s, N, …) of successive draws, from the first to before the last."""
+        """Yields outputs (s, N, …) of successive draws, from the first to before the last; without the temperature."""
         last = self.num_draws if last is None else last
         wants_gradient = torch.is_grad_enabled() and any(t.requires_grad for t in tensors_in(item))
         with torch.set_grad_enabled(wants_gradient):
@@ -152,6 +156,10 @@ class Network:
             if outputs is None:
                 return
             yield outputs
+
+    def temper(self, outputs: Tensor, link: Link) -> Tensor:
+        """Divides outputs by the temperature; raw ones, which no link turns into probabilities, have none."""
+        return outputs if link == "identity" or self.temperature == 1 else outputs / self.temperature
 
     def _run_eager(self, item: Any, chunk_size: int | None, first: int, last: int) -> Iterator[Tensor]:
         batch = _Batch(item, self.device)
@@ -190,8 +198,8 @@ class Network:
                 constants = repr(map_leaves(lambda leaf: ... if isinstance(leaf, Tensor) else leaf, item))
                 autocast = torch.is_autocast_enabled(self.device.type), torch.get_autocast_dtype(self.device.type)
                 seed = self.seed if self.dropout else None
-                kind = (self.call, seed, tuple(tensors), structure, constants, autocast, fingerprint(self.model))
-                code = compiled_pass(self.model, kind, stack, fixed, drawn)
+                kind = (self.call, seed, self.batch_size, tuple(tensors), structure, constants, autocast)
+                code = compiled_pass(self.model, (kind, fingerprint(self.model)), stack, fixed, drawn)
                 code.begin()
             yield code(fixed, drawn)[start - begin :, :count]
         if code is not None:
@@ -227,13 +235,12 @@ class Network:
             return self._stack(weights, self._draws(start, stop), item, recording)
 
     def _stack(self, weights: dict[str, Tensor], draws: Drawn, item: Any, recording: Recording | None = None) -> Tensor:
-        normalization = DrawnNormalization({}, recording)
+        normalization = DrawnNormalization({}, recording, self.batch_size)
         flat, structure = tree_flatten(draws)  # what vmap takes apart fastest
 
         def forward(*values: Tensor) -> Tensor:
             draw: Drawn = tree_unflatten(list(values), structure)
-            drawn = {name: draw.buffers[f"model.{buffer_names(name)[0]}"] for name in draw.affines}
-            normalization.layers = {id(mean): (self.layers[name], draw.affines[name]) for name, mean in drawn.items()}
+            normalization.layers = self._drawn_layers(draw)
             return self._forward({**weights, **draw.buffers}, draw.indices, item, normalization)
 
         outputs: Tensor = vmap(forward, randomness="different")(*flat)
@@ -241,12 +248,21 @@ class Network:
         return outputs
 
     def _looped(self, start: int, stop: int, batch: "_Batch") -> Tensor:
-        draws = self._draws(start, stop)
-        outputs = [
-            self._forward({name: values[i] for name, values in draws.buffers.items()}, index, batch.copy())
-            for i, index in enumerate(draws.indices)
-        ]
+        outputs = []
+        for index in range(start, stop):
+            draw = Drawn(*tree_map(lambda values: values[0], self._draws(index, index + 1)))
+            mode = None
+            if self.batch_size is not None:
+                mode = DrawnNormalization(self._drawn_layers(draw), batch_size=self.batch_size, stacked=False)
+            outputs.append(self._forward(draw.buffers, draw.indices, batch.copy(), mode))
         return torch.stack(outputs)
+
+    def _drawn_layers(self, draw: Drawn) -> dict[int, tuple[nn.Module, Affine]]:
+        """Returns a draw's layers and affine maps by the id of the running mean that `batch_norm` will be given."""
+        return {
+            id(draw.buffers[f"model.{buffer_names(name)[0]}"]): (self.layers[name], affine)
+            for name, affine in draw.affines.items()
+        }
 
     def _forward(
         self, tensors: dict[str, Tensor], index: Tensor, item: Any, mode: AbstractContextManager[Any] | None = None
@@ -265,6 +281,8 @@ class Network:
 
     def _draws(self, start: int, stop: int) -> Drawn:
         index = torch.arange(start, stop, device=self.device)
+        if self.num_masks is not None:
+            index %= self.num_masks
         if self.source is None:
             return Drawn({}, {}, index)
         draws, buffers, affines = self.block
@@ -285,6 +303,7 @@ class Network:
         else:
             assert self.source is not None
             made = self.source
+        self.batch_size, self.temperature = made.batch_size, made.temperature
         buffers = {f"model.{name}": values for name, values in made.match(self.model).buffers.items()}
         with torch.no_grad():
             self.block = (draws, buffers, fold(self.layers, buffers))
@@ -295,7 +314,7 @@ def _sample(source: StatisticsDistribution, count: int, seed: int, first: int) -
     asked = (count, seed, first)
     if asked != _LAST.get(source, (None,))[0]:
         draws = source.sample(count, seed=seed, first=first)
-        if not isinstance(source, Factorized):  # which never changes; of any other kind nothing is known
+        if not isinstance(source, Fitted):  # which never changes; of any other kind nothing is known
             return draws
         _LAST[source] = (asked, draws)
     return _LAST[source][1]

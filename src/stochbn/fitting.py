@@ -4,6 +4,7 @@ import itertools
 import math
 import warnings
 from collections.abc import Iterable
+from dataclasses import replace
 from typing import Any, Literal
 
 import torch
@@ -25,7 +26,8 @@ from stochbn.batches import (
     mini_batches,
     rows,
 )
-from stochbn.distributions import Factorized, Layer
+from stochbn.distributions import Factorized, Fitted, Layer
+from stochbn.families import FAMILIES, Joint
 from stochbn.moments import Moments
 from stochbn.statistics import (
     BatchNormalization,
@@ -58,9 +60,11 @@ def fit(
     dropout: bool = False,
     layers: Layers = None,
     call: Call | None = None,
-    family: Literal["factorized"] = "factorized",
+    family: Literal["factorized", "lowrank", "empirical"] = "factorized",
+    size: int | None = None,
+    conditioned: bool = False,
     progress: bool = True,
-) -> Factorized:
+) -> Fitted:
     """Fits r(μ) r(σ) to the batch statistics of training data in one pass. The model is left as it was.
 
     Minimises KL( (1/N) Σ p(μ, σ | x_i) ‖ r(μ) r(σ) ) (below eq. 4), which is to match moments: mean and unbiased
@@ -79,7 +83,10 @@ def fit(
             keep to their running statistics, here and in prediction.
         call: How the model is called on what the loader yields, `call(model, batch)`. By default a tensor, or the first
             of a tuple or list such as `(x, y)`, is the model's argument, and a mapping holds its keywords.
-        family: The distribution; the paper's is "factorized".
+        family: The distribution around these moments. The paper's "factorized" has independent channels. "lowrank" adds
+            common factors of all layers, "empirical" keeps statistics of real mini-batches; docs/guide.md tells which.
+        size: Of "lowrank", how many factors (10); of "empirical", how many mini-batches at most (256).
+        conditioned: In prediction, count each input as one of the M that normalise it.
         progress: Show a progress bar.
 
     Returns:
@@ -93,18 +100,24 @@ def fit(
         >>> fit(model, loader, batch_size=16, progress=False)
         Factorized(1 layers, 4 channels, batch_size=16, num_batches=10)
     """
-    if family != "factorized":
-        raise ValueError(f"Expected family 'factorized', got {family!r}.")
-    for name, value in (("batch_size", batch_size), ("num_batches", num_batches)):
+    if family not in FAMILIES:
+        raise ValueError(f"Expected family to be one of {', '.join(map(repr, FAMILIES))}, got {family!r}.")
+    for name, value, least in (("batch_size", batch_size, 2), ("num_batches", num_batches, 2), ("size", size, 1)):
         if value is not None:
-            check_whole(name, value, 2)
+            check_whole(name, value, least)
+    collector = FAMILIES[family][1]
+    if size is not None and collector is None:
+        raise ValueError(f"Expected size= with the families 'lowrank' and 'empirical', got it with {family!r}.")
     if tolerance is not None and not tolerance > 0:
         raise ValueError(f"Expected a tolerance above 0, got {tolerance}. Pass 0.01, say, or leave it out.")
     model = unwrap(model)
     chosen = find_layers(model, layers)
     if dropout:
         dropout_layers(model)
-    collected = Collected()
+    joint: Joint | None = None
+    if collector is not None:
+        joint = collector() if size is None else collector(size)
+    collected = Collected(joint=joint, order=chosen)
     with (
         torch.no_grad(),
         preserving_rng(device_of(model)),
@@ -115,12 +128,12 @@ def fit(
         parts = mini_batches(loader, batch_size=batch_size, num_batches=num_batches)
         run = _Pass(model, call or call_on_item, normalization)
         pending: list[int] = []
-        for item, groups, size in parts:
-            collected.batch_size = size
-            together = max(1, STACKED_EXAMPLES // size)
+        for item, groups, each in parts:
+            collected.batch_size = each
+            together = max(1, STACKED_EXAMPLES // each)
             for start in range(0, groups, together):
                 some = min(together, groups - start)
-                run(item if some == groups else rows(item, start * size, (start + some) * size), some)
+                run(item if some == groups else rows(item, start * each, (start + some) * each), some)
                 pending.append(some)
             bar.update()
             if len(pending) < TOGETHER:
@@ -132,15 +145,17 @@ def fit(
                 bar.set_postfix(standard_error=f"{error:.4f}", refresh=False)
                 if tolerance is not None and error <= tolerance:
                     break
-        collected.add(normalization.take(), pending)
+        if pending:
+            collected.add(normalization.take(), pending)
     if collected.num_batches < 2:
         raise ValueError(
             f"Expected at least 2 mini-batches to fit, got {collected.num_batches}. "
             "Pass a longer loader or a smaller batch_size=."
         )
-    stats = collected.distribution(model, chosen, dropout=dropout)
+    moments = collected.distribution(model, chosen, dropout=dropout)
+    stats = moments if joint is None else joint.distribution(moments)
     _warn_of_drift(stats, model)
-    return stats
+    return replace(stats, conditioned=conditioned)
 
 
 class _Pass:
@@ -168,10 +183,18 @@ class _Pass:
 
 
 class Collected:
-    """Moments of each layer's observations so far; `momentum` makes them exponential."""
+    """Moments of each layer's observations so far.
 
-    def __init__(self, momentum: float | None = None) -> None:
+    Args:
+        momentum: Makes the moments exponential.
+        joint: Is shown the observations of all layers at once.
+        order: In which they are shown to it.
+    """
+
+    def __init__(self, momentum: float | None = None, joint: Joint | None = None, order: Iterable[str] = ()) -> None:
         self.momentum = momentum
+        self.joint = joint
+        self.order = tuple(order)
         self.moments: dict[str, Moments] = {}
         self.batch_size = 0
         self.num_batches = 0
@@ -198,6 +221,15 @@ class Collected:
                 new = new.scale(self.momentum)
                 old = old and old.scale(1 - self.momentum)
             self.moments[name] = old.merge(new) if old else new
+        if self.joint is not None:
+            uneven = [name for name in self.moments if name not in observed or len(observed[name]) != sum(groups)]
+            if uneven:
+                raise ValueError(
+                    "Expected every layer to be used once in each forward pass for a joint family, got "
+                    f"{listing(uneven)}. Fit family='factorized', or leave these layers out with layers=."
+                )
+            rows = [observed[name].detach().cpu().double() for name in self.order if name in observed]
+            self.joint.add(torch.cat(rows, dim=2))
         self.num_batches += sum(groups)
 
     def standard_error(self, layers: Iterable[str]) -> float:
@@ -241,7 +273,7 @@ def _spans(sizes: list[int]) -> list[tuple[int, int]]:
     return list(zip(itertools.accumulate([0, *sizes]), sizes, strict=False))
 
 
-def _warn_of_drift(stats: Factorized, model: nn.Module) -> None:
+def _warn_of_drift(stats: Fitted, model: nn.Module) -> None:
     drifts = stats.drift(model)
     name, (shift, ratio) = max(drifts.items(), key=lambda d: max(d[1][0] / MAX_SHIFT, d[1][1] / MAX_LOG_RATIO))
     if shift > MAX_SHIFT or ratio > MAX_LOG_RATIO:

@@ -121,7 +121,7 @@ def predict(
             for network in networks:
                 with network.active():
                     for outputs in network.run(item, chunk_size):
-                        average.add(outputs, weight=1 / network.num_draws)
+                        average.add(network.temper(outputs, link), weight=1 / network.num_draws)
                         bar.update(len(outputs))
             results.append(average.prediction())
     return join(results)

@@ -11,7 +11,7 @@ from safetensors import SafetensorError, safe_open
 from safetensors.torch import save
 from torch import Tensor
 
-FORMAT_VERSION = 1
+FORMAT_VERSION = 2
 
 
 def write(path: str | os.PathLike[str], header: dict[str, Any], tensors: dict[str, Tensor]) -> None:
@@ -62,7 +62,8 @@ def read(path: str | os.PathLike[str], device: torch.device | str) -> tuple[dict
         raise ValueError(f"Expected a sound stochbn file, got {path} with a broken header. Save it again.") from error
     if type(version) is not int or version != FORMAT_VERSION:
         raise ValueError(
-            f"Expected a stochbn file of format {FORMAT_VERSION}, got {path} of format {version!r}. Upgrade stochbn."
+            f"Expected a stochbn file of format {FORMAT_VERSION}, got {path} of format {version!r}. "
+            "Upgrade stochbn, or fit and save again."
         )
     return header, tensors
 

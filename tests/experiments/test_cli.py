@@ -8,6 +8,7 @@ import socket
 import subprocess
 import sys
 import time
+import warnings
 from dataclasses import replace
 from pathlib import Path
 
@@ -24,7 +25,7 @@ from stochbn.experiments.publications import PUBLICATIONS
 from stochbn.experiments.recipes import EXPERIMENTS, RECIPES
 from stochbn.experiments.sources import Blob, DataError, Publication
 
-COMMANDS = ["demo", "data", "train", "evaluate", "report", "reproduce", "fit", "predict"]
+COMMANDS = ["demo", "data", "train", "evaluate", "report", "reproduce", "study", "fit", "tune", "predict"]
 
 OWN = """
 import torch
@@ -513,6 +514,36 @@ def test_fit_and_predict_give_the_library_s_numbers(run, own):
     assert f"ECE {stochbn.ece(prediction.probs, labels):.4f}" in out
     uncertain = [int(index) for index in re.findall(r"│ (\d+) +│ \d ", out)]
     assert uncertain == prediction.entropy.argsort(descending=True)[:5].tolist()
+
+
+def test_tune_gives_the_library_s_numbers(run, own):
+    run(*fit(family="empirical", size=3), "--conditioned")
+    fitted = stochbn.load("net.sbn.safetensors")
+    assert len(fitted.observations) == 3
+    assert fitted.conditioned
+    options = {"checkpoint": "model.pt", "stats": "net.sbn.safetensors", "data": "data.npz", "out": "tuned.sbn"}
+    tune = ["tune", "own_nets:build", *(f"--{name}={value}" for name, value in options.items())]
+    code, out, err = run(*tune, "--temperature", "--samples=4", "--groups=2")
+    assert code == 0, err
+    tuned = stochbn.load("tuned.sbn")
+    labels = (own["x"][:, 0] > 0).long()
+    loader = DataLoader(TensorDataset(own["x"], labels), 128)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        expected = stochbn.tune(own["model"], fitted, loader, temperature=True, groups=2, num_samples=4, progress=False)
+    assert tuned.tuning == expected.tuning
+    assert f"temperature {tuned.tuning.temperature:.3g}." in out
+    assert run(*predict(stats="tuned.sbn", samples=3))[0] == 0
+    prediction = stochbn.predict(own["model"], expected, own["x"], num_samples=3)
+    torch.testing.assert_close(read_csv("pred.csv")["entropy"], prediction.entropy)
+
+
+def test_tune_needs_labels(run, refused, own):
+    run(*fit())
+    np.save("x.npy", own["x"].numpy())
+    options = {"checkpoint": "model.pt", "stats": "net.sbn.safetensors", "data": "x.npy", "out": "tuned.sbn"}
+    message = refused("tune", "own_nets:build", *(f"--{name}={value}" for name, value in options.items()))
+    assert "with labels" in message
 
 
 def test_predict_does_not_depend_on_the_batch_size(run):

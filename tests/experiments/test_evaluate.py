@@ -18,7 +18,7 @@ from stochbn.experiments import cli, data, diagnostics
 from stochbn.experiments.checkpoints import CheckpointError, checkpoint_path, load_network, read_checkpoint
 from stochbn.experiments.data import Split, draw_known_classes, load_split, to_inputs
 from stochbn.experiments.evaluate import evaluate
-from stochbn.experiments.inference import fit, input_batches
+from stochbn.experiments.inference import fit, input_batches, tune
 from stochbn.experiments.predictions import File, average, diagnostics_path, pack, prediction_path, unpack
 from stochbn.experiments.recipes import EXPERIMENTS, RECIPES, Experiment
 from stochbn.experiments.report import write_report
@@ -56,7 +56,7 @@ def results(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture
 def splits() -> dict[str, Split]:
-    return {part: load_split("digits", part) for part in ("train", "test", "out-of-domain")}
+    return {part: load_split("digits", part) for part in ("train", "validation", "test", "out-of-domain")}
 
 
 @pytest.fixture
@@ -67,7 +67,14 @@ def _cache(results: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.mark.usefixtures("_cache")
 @pytest.mark.parametrize(
     ("recipe", "method", "sbn"),
-    [(PLAIN, "plain", False), (PLAIN, "sbn", True), (DROPOUT, "dropout", False), (DROPOUT, "dropout+sbn", True)],
+    [
+        (PLAIN, "plain", False),
+        (PLAIN, "sbn", True),
+        (PLAIN, "tuned", True),
+        (DROPOUT, "dropout", False),
+        (DROPOUT, "dropout+sbn", True),
+        (DROPOUT, "dropout+tuned", True),
+    ],
 )
 def test_files_hold_what_the_library_predicts(
     results: Path, splits: dict[str, Split], recipe: object, method: str, sbn: bool
@@ -76,6 +83,8 @@ def test_files_hold_what_the_library_predicts(
     network = load_network(checkpoint_path(recipe, 0))
     stats = fit(network, splits["train"], recipe, dropout=dropout)
     assert (stats.batch_size, stats.num_batches) == (16, 75)
+    if method.endswith("tuned"):
+        stats = tune(network, stats, splits["validation"], dropout=dropout)
     file = File.read(prediction_path(results, recipe.name, 0))
     for part in ("test", "out-of-domain"):
         inputs = to_inputs(splits[part].images)
@@ -95,7 +104,7 @@ def test_files_hold_what_the_library_predicts(
         rel=1e-3,
     )
     assert f"{method}/test/log_probs" in file.tensors
-    assert len(file.tensors) == 2 * 2 * 2 + 1
+    assert len(file.tensors) == 3 * 2 * 2 + 1
 
 
 def test_headers_tell_where_numbers_come_from(results: Path) -> None:

@@ -76,7 +76,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
         code = 2
     minutes, seconds = divmod(round(time.perf_counter() - start), 60)
     if code == 130:
-        resumes = given[0] in ("demo", "train", "evaluate", "reproduce")
+        resumes = given[0] in ("demo", "train", "evaluate", "reproduce", "study")
         print("Interrupted; run the same command to resume." if resumes else "Interrupted.", file=sys.stderr)
     elif not code and not {"data", "--help", "--version"} & set(given):
         _say(f"Done in {minutes} min {seconds} s.")
@@ -91,7 +91,8 @@ def describe(
     """Predictive uncertainty for batch-normalised networks, without retraining them.
 
     `demo` shows the method in about two minutes; `reproduce` runs an experiment of the paper, of which `data`, `train`,
-    `evaluate` and `report` are the steps; `fit` and `predict` are for a network of your own.
+    `evaluate` and `report` are the steps; `study` goes beyond it; `fit`, `tune` and `predict` are for a network of your
+    own.
 
     Example: `stochbn demo`
     """
@@ -262,6 +263,36 @@ def reproduce(
 
 
 @app.command()
+def study(
+    experiment: Experiment,
+    out: Annotated[
+        Path | None, typer.Option(help="Folder to write to.", show_default="results/beyond/EXPERIMENT")
+    ] = None,
+    samples: Samples = 50,
+    compile: Annotated[bool, typer.Option("--compile", help="Compile predictions; needs a C++ compiler.")] = False,  # noqa: A002
+    data: Data = None,
+    threads: Threads = None,
+) -> None:
+    """Measures how far one trained network gets with more than the paper's statistics, against ensembles and dropout.
+
+    Tuned spreads, joint families, inputs counted into their mini-batch, temperatures: each is chosen on validation
+    data and scored on test, out-of-domain and corrupted images. Needs the networks of `reproduce`. What has been drawn
+    is kept, so a run may be stopped and started again; `lenet5` takes an hour or two on a few cores.
+
+    Example: `stochbn study lenet5 --compile`
+    """
+    chosen = _choose(EXPERIMENTS, experiment, "experiment")
+    from stochbn.experiments.study import Study
+    from stochbn.experiments.study_report import write_study
+
+    torch.set_num_threads(threads or torch.get_num_threads())
+    console.rule(f"Study {experiment}")
+    plan = Study(chosen, num_samples=samples, data=data, compiles=compile, console=console)
+    plan.draw()
+    _say(f"Wrote {write_study(plan, out or Path('results', 'beyond', experiment))}")
+
+
+@app.command()
 def fit(
     factory: Factory,
     checkpoint: Weights,
@@ -271,6 +302,9 @@ def fit(
     num_batches: NumBatches = None,
     layers: Layers = None,
     dropout: Dropout = False,
+    family: Annotated[str, typer.Option(help="factorized, as in the paper, lowrank, or empirical.")] = "factorized",
+    size: Annotated[int | None, typer.Option(min=1, help="Factors of lowrank, mini-batches of empirical.")] = None,
+    conditioned: Annotated[bool, typer.Option("--conditioned", help="Count inputs into their mini-batch.")] = False,
     device: Device = "cpu",
 ) -> None:
     """Fits the distribution of your network's batch statistics, in one pass over its training data.
@@ -285,7 +319,36 @@ def fit(
     prepare_out(out, checkpoint, data)
     model = load_model(factory, checkpoint, device, console)
     options: dict[str, Any] = {"num_batches": num_batches, "layers": layers or None, "dropout": dropout}
+    options |= {"family": family, "size": size, "conditioned": conditioned}
     fit_data(model, data, out, console, batch_size=batch_size, **options)
+
+
+@app.command()
+def tune(
+    factory: Factory,
+    checkpoint: Weights,
+    stats: Annotated[Path, typer.Option(help="What `fit` wrote.")],
+    data: Annotated[str, typer.Option(help="Held-out inputs x and labels y; as in `fit`.")],
+    out: Annotated[Path, typer.Option(help="File to write, such as net.sbn.safetensors.")],
+    temperature: Annotated[bool, typer.Option("--temperature", help="Choose a temperature too.")] = False,
+    groups: Annotated[int, typer.Option(min=1, help="Groups of layers with a spread of their own.")] = 1,
+    samples: Annotated[int, typer.Option(min=2, help="Networks drawn for each spread that is tried.")] = 8,
+    dropout: Dropout = False,
+    batch_size: Annotated[int, typer.Option(min=1, help="Inputs at a time; changes no result.")] = 128,
+    device: Device = "cpu",
+) -> None:
+    """Chooses how wide the draws are, by the NLL on labelled data that neither training nor the test has seen.
+
+    The file that it writes is used like that of `fit`: `predict --stats` takes the spread and the temperature from it.
+
+    Example: `stochbn tune nets:build --checkpoint model.pt --stats fit.sbn --data val.npz --out net.sbn.safetensors`
+    """
+    from stochbn.experiments.custom import load_model, prepare_out, tune_data
+
+    prepare_out(out, checkpoint, data)
+    model = load_model(factory, checkpoint, device, console)
+    options: dict[str, Any] = {"temperature": temperature, "groups": groups, "num_samples": samples, "dropout": dropout}
+    tune_data(model, stats, data, out, console, batch_size=batch_size, **options)
 
 
 @app.command()

@@ -33,7 +33,7 @@ _DATA_SUFFIXES = (".npz", ".npy", ".safetensors")
 
 def fit_data(
     model: nn.Module, data: str, out: Path, console: Console, *, batch_size: int | None, **options: Any
-) -> stochbn.Factorized:
+) -> stochbn.Fitted:
     """Fits a network's statistics to training data and saves them; further options are those of `stochbn.fit`.
 
     Arrays and data sets are shuffled, by a fixed seed, and need a `batch_size`: that of training.
@@ -43,6 +43,25 @@ def fit_data(
     stats.save(out)
     _say(console, f"Fitted {stats}.\nWrote {out}")
     return stats
+
+
+def tune_data(
+    model: nn.Module, stats: Path, data: str, out: Path, console: Console, *, batch_size: int, **options: Any
+) -> stochbn.Fitted:
+    """Tunes a network's statistics on held-out data with labels and saves them; options are those of `stochbn.tune`."""
+    loader = _load_data(data, model, batch_size)
+    tuned = stochbn.tune(model, stochbn.load(stats), loader, progress=sys.stderr.isatty(), **options)
+    tuned.save(out)
+    tuning = tuned.tuning
+    assert tuning is not None
+    table = Table("spread", "temperature", "NLL", title="Tried on the held-out data")
+    for row in tuning.curve:
+        table.add_row(*(f"{value:.4g}" for value in row))
+    console.print(table)
+    spread = tuning.spread
+    told = ", ".join(f"{k:.3g}" for k in spread.values()) if isinstance(spread, Mapping) else f"{spread:.3g}"
+    _say(console, f"Chose spread {told}, temperature {tuning.temperature:.3g}.\nWrote {out}")
+    return tuned
 
 
 def predict_data(

@@ -146,7 +146,7 @@ def _bound(network: nn.Module, recipe: Recipe, training: Split, *, num_samples: 
 
 
 def _by_samples(
-    network: nn.Module, stats: stochbn.Factorized, parts: dict[Any, Split], *, progress: bool
+    network: nn.Module, stats: stochbn.Fitted, parts: dict[Any, Split], *, progress: bool
 ) -> list[dict[str, float]]:
     """Scores averages over S of the same 100 draws: the mean score of up to 10 such averages that share no draw."""
     count = max(SAMPLE_COUNTS)

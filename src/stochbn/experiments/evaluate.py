@@ -52,28 +52,17 @@ def evaluate(
         CheckpointError: No network of the experiment has been trained.
     """
     console = console or Console()
-    runs = []
-    for recipe, seed in experiment.runs():
-        if _is_finished(recipe, seed):
-            runs.append((recipe, seed))
-        else:
-            console.print(f"{recipe.name} seed {seed}: not trained to the end, left out", highlight=False)
-    if not runs:
-        raise CheckpointError(
-            f"Expected trained networks of {experiment.name}, got none. "
-            f"Train them with `stochbn train {experiment.name}{experiment.options} --seeds {experiment.num_seeds}`, "
-            f"or do all with `stochbn reproduce {experiment.name}{experiment.options}`."
-        )
+    runs = finished_runs(experiment, console)
     recipe = experiment.recipe
-    parts: tuple[Part, ...] = ("train", *PARTS)
+    parts: tuple[Part, ...] = ("train", "validation", *PARTS)
     splits: dict[str, Split] = {
         part: load_split(recipe.data, part, folder=data, class_seed=recipe.class_seed) for part in parts
     }
-    made_by = _provenance(f"stochbn evaluate {experiment.name}{experiment.options} --samples {num_samples}")
+    made_by = provenance(f"stochbn evaluate {experiment.name}{experiment.options} --samples {num_samples}")
     for recipe, seed in runs:
         path, checkpoint = prediction_path(folder, recipe.name, seed), read_checkpoint(checkpoint_path(recipe, seed))
         identity = {"format": FORMAT, "weights_sha256": digest(checkpoint.weights), "num_samples": num_samples}
-        if not _is_current(path, identity):
+        if not is_current(path, identity):
             network = load_network(checkpoint_path(recipe, seed))
             tensors = predict_network(
                 network, recipe, seed, splits, num_samples=num_samples, progress=console.is_terminal
@@ -94,7 +83,7 @@ def evaluate(
     network = load_network(checkpoint_path(*runs[0]))
     path = diagnostics_path(folder)
     identity = {"format": FORMAT, "weights_sha256": digest(network.state_dict()), "num_samples": num_samples}
-    if _is_current(path, identity):
+    if is_current(path, identity):
         file = File.read(path)
     else:
         file = measure(network, experiment.recipe, splits, num_samples=num_samples, console=console)
@@ -103,6 +92,27 @@ def evaluate(
     gallery = pick_gallery([File.read(member) for member in members], splits)
     File(file.header | gallery.header, file.tensors | gallery.tensors).write(path)
     console.print(f"{experiment.recipe.name} seed 0: diagnostics", highlight=False)
+
+
+def finished_runs(experiment: Experiment, console: Console) -> list[tuple[Recipe, int]]:
+    """Lists recipe and seed of the networks that are trained to the end, and says which are not.
+
+    Raises:
+        CheckpointError: No network of the experiment has been trained.
+    """
+    runs = []
+    for recipe, seed in experiment.runs():
+        if _is_finished(recipe, seed):
+            runs.append((recipe, seed))
+        else:
+            console.print(f"{recipe.name} seed {seed}: not trained to the end, left out", highlight=False)
+    if not runs:
+        raise CheckpointError(
+            f"Expected trained networks of {experiment.name}, got none. "
+            f"Train them with `stochbn train {experiment.name}{experiment.options} --seeds {experiment.num_seeds}`, "
+            f"or do all with `stochbn reproduce {experiment.name}{experiment.options}`."
+        )
+    return runs
 
 
 def _describe_run(checkpoint: Checkpoint) -> dict[str, Any]:
@@ -119,7 +129,7 @@ def _describe_run(checkpoint: Checkpoint) -> dict[str, Any]:
     }
 
 
-def _provenance(command: str) -> dict[str, Any]:
+def provenance(command: str) -> dict[str, Any]:
     """Returns by what a number was made: the command, the commit, versions, the seed of the draws."""
     return {
         "command": command,
@@ -161,7 +171,8 @@ def _is_finished(recipe: Recipe, seed: int) -> bool:
     return checkpoint.finished
 
 
-def _is_current(path: Path, identity: dict[str, Any]) -> bool:
+def is_current(path: Path, identity: dict[str, Any]) -> bool:
+    """Tells whether a file is there and was made of the same."""
     try:
         header = File.read(path).header
     except DataError:

@@ -1,6 +1,7 @@
-"""Figures of predictions: entropy, calibration, rejection, training. One colour a method; dashed with SBN.
+"""Figures of predictions: entropy, calibration, rejection, training. One colour a method.
 
-Sizes are those of print: text of 8 points or more on a page 6.5 inches wide.
+Lines are dashed with SBN and dotted if it is tuned. Sizes are those of print: text of 8 points or more on a page 6.5
+inches wide.
 """
 
 import io
@@ -18,7 +19,13 @@ from stochbn.experiments.scores import Method, Output, Results, Values, ecdf
 
 # Okabe and Ito's palette, told apart by colour-blind readers.
 GREEN, BLUE, VERMILION, SKY, ORANGE, PURPLE = "#009E73", "#0072B2", "#D55E00", "#56B4E9", "#E69F00", "#CC79A7"
-COLOURS = {"One network": "#777777", "SBN": GREEN, "Deep Ensembles": BLUE, "Dropout": VERMILION}
+COLOURS = {
+    "One network": "#777777",
+    "SBN": GREEN,
+    "Tuned SBN": PURPLE,
+    "Deep Ensembles": BLUE,
+    "Dropout": VERMILION,
+}
 FULL, NARROW = 6.5, 5.0  # inches
 STYLE: Any = {
     "font.family": "DejaVu Sans",
@@ -93,9 +100,9 @@ def draw_reliability(results: Results) -> Figure:
     columns = [
         (title, [method for method in results.methods.values() if method.name in names])
         for title, names in (
-            ("One network", ("One network", "SBN")),
+            ("One network", ("One network", "SBN", "Tuned SBN")),
             ("Deep Ensembles", ("Deep Ensembles", "Deep Ensembles + SBN")),
-            ("Dropout", ("Dropout", "Dropout + SBN")),
+            ("Dropout", ("Dropout", "Dropout + SBN", "Dropout + tuned SBN")),
         )
     ]
     columns = [(title, methods) for title, methods in columns if methods]
@@ -194,13 +201,13 @@ def line(name: str) -> dict[str, Any]:
     """Returns how to draw a method's line.
 
     Example:
-        >>> line("Dropout + SBN")["linestyle"]
-        '--'
+        >>> line("Dropout + SBN")["linestyle"], line("Dropout + tuned SBN")["linestyle"]
+        ('--', ':')
     """
     return {
         "label": name,
-        "color": COLOURS[name if name == "SBN" else name.removesuffix(" + SBN")],
-        "linestyle": "--" if name.endswith("SBN") else "-",
+        "color": COLOURS[name.removesuffix(" + SBN").removesuffix(" + tuned SBN")],
+        "linestyle": ":" if name.endswith("uned SBN") else "--" if name.endswith("SBN") else "-",
         "linewidth": 1.0 if name == "One network" else 1.5,
     }
 

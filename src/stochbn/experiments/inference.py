@@ -1,6 +1,7 @@
 """One trained network → its distribution and its predictions, on whole splits."""
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -10,7 +11,7 @@ from stochbn.experiments.data import Split, to_inputs
 from stochbn.experiments.predictions import PARTS, pack
 from stochbn.experiments.recipes import Recipe
 from stochbn.experiments.train import augment
-from stochbn.seeding import member_seed
+from stochbn.seeding import derive_seed, member_seed
 
 DRAW_SEED = 0
 _INFERENCE_BATCH = 250
@@ -20,15 +21,16 @@ _FIT_BATCH = 512
 def predict_network(
     network: nn.Module, recipe: Recipe, seed: int, splits: dict[str, Split], *, num_samples: int, progress: bool = False
 ) -> dict[str, Tensor]:
-    """Fits a network's distribution on the training data and predicts with and without it, as tensors for a file.
+    """Fits a network's distribution on training data, tunes it on validation data and predicts with it and without.
 
     Networks of different seeds have draws of their own, as members of an ensemble have in `stochbn.predict`.
     """
     dropout = recipe.dropout > 0
     stats = fit(network, splits["train"], recipe, dropout=dropout, progress=progress)
+    tuned = tune(network, stats, splits["validation"], seed=seed, dropout=dropout, progress=progress)
     tensors = {"labels": splits["test"].labels.to(torch.uint8)}
     for part in PARTS:
-        for method, source in (("", None), ("sbn", stats)):
+        for method, source in (("", None), ("sbn", stats), ("tuned", tuned)):
             prediction = predict(
                 network,
                 source,
@@ -50,9 +52,10 @@ def fit(
     *,
     batch_size: int | None = None,
     layers: list[str] | None = None,
+    family: Any = "factorized",
     dropout: bool = False,
     progress: bool = False,
-) -> stochbn.Factorized:
+) -> stochbn.Fitted:
     """Fits on all training data, augmented as in training, with the recipe's mini-batch size or another."""
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(DRAW_SEED)  # of dropout and augmentation
@@ -61,14 +64,38 @@ def fit(
             training_batches(training, recipe),
             batch_size=batch_size or recipe.batch_size,
             layers=layers,
+            family=family,
             dropout=dropout,
             progress=progress,
         )
 
 
+def tune(
+    network: nn.Module | Sequence[nn.Module],
+    stats: Any,
+    validation: Split,
+    *,
+    seed: int = 0,
+    groups: int = 1,
+    dropout: bool = False,
+    progress: bool = False,
+) -> Any:
+    """Chooses the spread of one distribution, or of several together, on validation data; with draws of its own."""
+    inputs = input_batches(validation)
+    return stochbn.tune(
+        network,
+        stats,
+        list(zip(inputs, validation.labels.split(_INFERENCE_BATCH), strict=True)),
+        groups=groups,
+        seed=derive_seed(member_seed(DRAW_SEED, seed), "tune"),
+        dropout=dropout,
+        progress=progress,
+    )
+
+
 def predict(
     network: nn.Module,
-    stats: stochbn.Factorized | None,
+    stats: stochbn.Fitted | None,
     split: Split,
     *,
     num_samples: int,

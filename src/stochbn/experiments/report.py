@@ -208,6 +208,8 @@ def _describe_notes(results: Results, has_paper: bool) -> list[str]:
             "One network, SBN, Dropout and Dropout + SBN: the mean over networks trained from different seeds, scored "
             "one by one, ± the standard deviation over these seeds."
         )
+    if any("uned SBN" in name for name in results.methods):
+        notes.append("Tuned SBN: its spread was chosen for each network by the NLL on validation data.")
     ensemble = results.methods.get("Deep Ensembles")
     if ensemble:
         note = f"Deep Ensembles: the ensemble of all {len(ensemble.seeds)} networks"

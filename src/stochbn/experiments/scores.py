@@ -151,10 +151,12 @@ def collect(files: Sequence[File]) -> Results:
         methods = [
             *_each("One network", plain),
             *_each("SBN", sbn),
+            *_each("Tuned SBN", read("tuned")),
             *_ensemble("Deep Ensembles", plain),
             *_ensemble("Deep Ensembles + SBN", sbn),
             *_each("Dropout", read("dropout")),
             *_each("Dropout + SBN", read("dropout+sbn")),
+            *_each("Dropout + tuned SBN", read("dropout+tuned")),
         ]
     except KeyError as missing:
         raise DataError(f"Expected {missing} in every prediction file. Evaluate again.") from missing

@@ -1,0 +1,308 @@
+"""Trained networks → draws of every method, kept in the cache: how far one network and its statistics get.
+
+Whatever is chosen (a spread, a temperature) is chosen on validation data. Draws on test data are made with what has
+been chosen, and only scored (`study_report`).
+"""
+
+import tempfile
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass, replace
+from functools import cache
+from pathlib import Path
+from typing import Any, Literal
+
+import torch
+from rich.console import Console
+from torch import Tensor, nn
+
+import stochbn
+from stochbn.experiments.checkpoints import checkpoint_path, digest, load_network, read_checkpoint
+from stochbn.experiments.corruptions import CORRUPTIONS, STRENGTHS, corrupt
+from stochbn.experiments.data import Part, Split, load_split
+from stochbn.experiments.diagnostics import choose_rows
+from stochbn.experiments.evaluate import finished_runs, is_current, provenance
+from stochbn.experiments.inference import DRAW_SEED, fit, input_batches, training_batches, tune
+from stochbn.experiments.predictions import PARTS, File
+from stochbn.experiments.recipes import Experiment, Recipe
+from stochbn.experiments.sources import cache_dir
+from stochbn.seeding import member_seed
+
+FORMAT = 1  # of the draws in the cache
+NUM_COMPARED = 3  # networks on which side issues are measured
+NUM_STRANGE = 5000  # out-of-domain images
+NUM_CORRUPTED = 200  # test images at each strength of each corruption
+NUM_EXACT = 500  # inputs of each part for exact inference
+VALIDATION_SAMPLES = 16  # enough to choose a temperature
+
+
+@dataclass(frozen=True)
+class Variant:
+    """One way to draw networks around a trained one.
+
+    Attributes:
+        name: As in the tables.
+        family: Of the statistics; None without SBN.
+        conditioned: Whether the input is counted into its mini-batch.
+        tuned: Whether the spread is chosen on validation data: one for the network, for each layer, or one for all
+            networks of an ensemble.
+        dropout: Whether it is for the networks with dropout.
+        apart: Of "empirical", which of its correlations are destroyed: those between layers; between channels too; all.
+        everywhere: Whether it is drawn for all networks and on corrupted images too, or for some on test data.
+    """
+
+    name: str
+    family: Literal["factorized", "lowrank", "empirical", "exact"] | None = None
+    conditioned: bool = False
+    tuned: Literal["network", "layers", "ensemble"] | None = None
+    dropout: bool = False
+    apart: Literal["layers", "channels", "numbers"] | None = None
+    everywhere: bool = False
+
+
+VARIANTS = (
+    Variant("One network", everywhere=True),
+    Variant("SBN", "factorized", everywhere=True),
+    Variant("SBN, tuned", "factorized", tuned="network", everywhere=True),
+    Variant("SBN, tuned by layer", "factorized", tuned="layers"),
+    Variant("SBN, conditioned", "factorized", conditioned=True),
+    Variant("SBN, conditioned, tuned", "factorized", conditioned=True, tuned="network"),
+    Variant("Low rank", "lowrank"),
+    Variant("Low rank, tuned", "lowrank", tuned="network"),
+    Variant("Empirical", "empirical"),
+    Variant("Empirical, tuned", "empirical", tuned="network"),
+    Variant("Empirical, conditioned", "empirical", conditioned=True),
+    Variant("Empirical, conditioned, tuned", "empirical", conditioned=True, tuned="network", everywhere=True),
+    Variant("Members of SBN, tuned", "factorized", tuned="ensemble", everywhere=True),
+    Variant("Members of empirical, tuned", "empirical", conditioned=True, tuned="ensemble", everywhere=True),
+    Variant("Dropout", dropout=True, everywhere=True),
+    Variant("Dropout + SBN", "factorized", dropout=True, everywhere=True),
+    Variant("Dropout + SBN, tuned", "factorized", dropout=True, tuned="network", everywhere=True),
+    Variant("Empirical, layers apart", "empirical", apart="layers"),
+    Variant("Empirical, channels apart", "empirical", apart="channels"),
+    Variant("Empirical, all apart", "empirical", apart="numbers"),
+    Variant("Exact (eq. 3)", "exact"),
+)
+
+
+@dataclass(frozen=True)
+class Job:
+    """A variant on one network, and the file of its draws."""
+
+    variant: Variant
+    recipe: Recipe
+    seed: int
+
+    @property
+    def path(self) -> Path:
+        """Returns where the draws are kept."""
+        slug = self.variant.name.lower().replace(",", "").replace(" ", "-")
+        return cache_dir() / "study" / self.recipe.name / f"seed{self.seed}" / f"{slug}.safetensors"
+
+
+def list_jobs(experiment: Experiment, console: Console) -> list[Job]:
+    """Lists what is to be drawn for the trained networks of an experiment."""
+    runs = finished_runs(experiment, console)
+    jobs = []
+    for variant in VARIANTS:
+        own = [(recipe, seed) for recipe, seed in runs if (recipe.dropout > 0) == variant.dropout]
+        if variant.tuned == "ensemble" and len(own) < 2:
+            continue
+        jobs += [Job(variant, *run) for run in (own if variant.everywhere else own[:NUM_COMPARED])]
+    return jobs
+
+
+class Study:
+    """The networks and the data of an experiment, as far as its jobs need them.
+
+    Args:
+        experiment: Which networks.
+        num_samples: S.
+        data: Where you keep the published data files.
+        compiles: Whether predictions are compiled.
+        console: Where progress goes.
+    """
+
+    def __init__(
+        self,
+        experiment: Experiment,
+        *,
+        num_samples: int = 50,
+        data: Path | None = None,
+        compiles: bool = False,
+        console: Console | None = None,
+    ) -> None:
+        self.experiment = experiment
+        self.num_samples = num_samples
+        self.compiles = compiles
+        self.console = console or Console()
+        self.jobs = list_jobs(experiment, self.console)
+        recipe = experiment.recipe
+        parts: tuple[Part, ...] = ("train", "validation", *PARTS)
+        self.splits: dict[str, Split] = {
+            part: load_split(recipe.data, part, folder=data, class_seed=recipe.class_seed) for part in parts
+        }
+        strange = self.splits["out-of-domain"]
+        self.splits["out-of-domain"] = strange[choose_rows(strange, NUM_STRANGE)]
+        self.corrupted = corrupt_all(self.splits["test"])
+        self.network = cache(self._network)
+        self.fitted = cache(self._fitted)
+        self.tuned_ensemble = cache(self._tuned_ensemble)
+
+    def draw(self, jobs: Sequence[Job] | None = None) -> None:
+        """Makes the draws of every job that has none yet."""
+        for job in self.jobs if jobs is None else jobs:
+            identity = self._identity(job)
+            if is_current(job.path, identity):
+                continue
+            header, tensors = self._draw(job)
+            job.path.parent.mkdir(parents=True, exist_ok=True)
+            File(header | identity | provenance(f"stochbn study {self.experiment.name}"), tensors).write(job.path)
+            self.console.print(f"{job.recipe.name} seed {job.seed}: {job.variant.name}", highlight=False)
+
+    def _identity(self, job: Job) -> dict[str, Any]:
+        members = self._members(job) if job.variant.tuned == "ensemble" else [job]
+        return {
+            "study_format": FORMAT,
+            "variant": asdict(job.variant),
+            "num_samples": self.num_samples,
+            "weights_sha256": [
+                digest(read_checkpoint(checkpoint_path(member.recipe, member.seed)).weights) for member in members
+            ],
+        }
+
+    def _draw(self, job: Job) -> tuple[dict[str, Any], dict[str, Tensor]]:
+        if job.variant.family == "exact":
+            return {}, self._draw_exactly(job)
+        stats = self.source(job)
+        header: dict[str, Any] = {}
+        if stats is not None:
+            header = {"tuning": stats.tuning and asdict(stats.tuning), "stats_bytes": _num_bytes(stats)}
+        parts: dict[str, Split] = {part: self.splits[part] for part in ("validation", *PARTS)}
+        if job.variant.everywhere:
+            parts |= self.corrupted
+        network = self.network(job.recipe, job.seed)
+        return header, {part: self._samples(network, stats, split, job) for part, split in parts.items()}
+
+    def _samples(self, network: nn.Module, stats: stochbn.Fitted | None, split: Split, job: Job) -> Tensor:
+        """Returns the log-probabilities of each draw, (S, N, K) in float16."""
+        found = stochbn.predict(
+            network,
+            stats,
+            input_batches(split),
+            num_samples=min(VALIDATION_SAMPLES, self.num_samples)
+            if split is self.splits["validation"]
+            else self.num_samples,
+            seed=member_seed(DRAW_SEED, job.seed),
+            link="identity",
+            dropout=job.variant.dropout,
+            compile=self.compiles,
+            progress=self.console.is_terminal,
+        ).samples
+        assert found is not None
+        return found.log_softmax(2).half()
+
+    def _draw_exactly(self, job: Job) -> dict[str, Tensor]:
+        """Draws twice S mini-batches on some inputs, to compare each half with the other."""
+        network = self.network(job.recipe, job.seed)
+        tensors: dict[str, Tensor] = {}
+        for part in PARTS:
+            index = choose_rows(self.splits[part], NUM_EXACT)
+            found = stochbn.exact_predict(
+                network,
+                training_batches(self.splits["train"], job.recipe),
+                input_batches(self.splits[part][index]),
+                batch_size=job.recipe.batch_size,
+                num_samples=2 * self.num_samples,
+                seed=DRAW_SEED,
+                link="identity",
+                progress=self.console.is_terminal,
+            ).samples
+            assert found is not None
+            tensors |= {part: found.log_softmax(2).half(), f"{part}/index": index}
+        return tensors
+
+    def source(self, job: Job) -> stochbn.Fitted | None:
+        """Returns a job's distribution, tuned where it is to be."""
+        variant = job.variant
+        if variant.family is None:
+            return None
+        if variant.tuned == "ensemble":
+            return self.tuned_ensemble(variant)[self._members(job).index(job)]
+        stats: stochbn.Fitted = replace(
+            self.fitted(job.recipe, job.seed, variant.family), conditioned=variant.conditioned
+        )
+        if variant.apart:
+            assert isinstance(stats, stochbn.Empirical)
+            stats = take_apart(stats, variant.apart)
+        if variant.tuned is None:
+            return stats
+        tuned: stochbn.Fitted = tune(
+            self.network(job.recipe, job.seed),
+            stats,
+            self.splits["validation"],
+            seed=job.seed,
+            groups=min(3, len(stats.layers)) if variant.tuned == "layers" else 1,
+            dropout=variant.dropout,
+            progress=self.console.is_terminal,
+        )
+        return tuned
+
+    def _tuned_ensemble(self, variant: Variant) -> list[stochbn.Fitted]:
+        members = self._members(Job(variant, self.experiment.recipe, 0))
+        networks = [self.network(member.recipe, member.seed) for member in members]
+        stats = [
+            replace(self.fitted(member.recipe, member.seed, variant.family), conditioned=variant.conditioned)
+            for member in members
+        ]
+        return list(tune(networks, stats, self.splits["validation"], progress=self.console.is_terminal))
+
+    def _members(self, job: Job) -> list[Job]:
+        return [other for other in self.jobs if other.variant == job.variant]
+
+    def _network(self, recipe: Recipe, seed: int) -> nn.Module:
+        return load_network(checkpoint_path(recipe, seed))
+
+    def _fitted(self, recipe: Recipe, seed: int, family: str) -> stochbn.Fitted:
+        network = self.network(recipe, seed)
+        return fit(network, self.splits["train"], recipe, family=family, dropout=recipe.dropout > 0)
+
+
+def _num_bytes(stats: stochbn.Fitted) -> int:
+    with tempfile.TemporaryDirectory() as folder:
+        path = Path(folder, "stats")
+        stats.save(path)
+        return path.stat().st_size
+
+
+def corrupt_all(test: Split) -> dict[str, Split]:
+    """Returns some test images at each strength of each corruption, by name, such as "noise 3"."""
+    chosen = test[choose_rows(test, NUM_CORRUPTED)]
+    return {
+        f"{kind} {strength}": replace(chosen, images=corrupt(chosen.images, kind, strength))
+        for kind in CORRUPTIONS
+        for strength in STRENGTHS
+    }
+
+
+def take_apart(stats: stochbn.Empirical, apart: str) -> stochbn.Empirical:
+    """Destroys correlations and keeps the rest: shuffles the mini-batches of each layer, channel or number by itself.
+
+    Args:
+        stats: With the statistics of real mini-batches.
+        apart: "layers" leaves correlations within each layer; "channels" those between the mean and the variance of a
+            channel; "numbers" none.
+    """
+    size, kinds, channels = stats.observations.shape
+    generator = torch.Generator().manual_seed(DRAW_SEED)
+
+    def orders(count: int) -> Tensor:
+        return torch.rand(size, count, generator=generator).argsort(dim=0)  # (B, count)
+
+    if apart == "numbers":
+        index = orders(kinds * channels).view(size, kinds, channels)
+    elif apart == "channels":
+        index = orders(channels)[:, None].expand(-1, kinds, -1)
+    else:
+        each = orders(len(stats.sizes)).repeat_interleave(torch.tensor(stats.sizes), dim=1)
+        index = each[:, None].expand(-1, kinds, -1)
+    return replace(stats, observations=stats.observations.gather(0, index))

@@ -1,0 +1,229 @@
+"""The study on tiny networks: nothing is chosen on test data, and its numbers are the library's."""
+
+import io
+import json
+from dataclasses import asdict, replace
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from rich.console import Console
+from scipy import ndimage
+
+import stochbn
+from stochbn.experiments import study as module
+from stochbn.experiments.checkpoints import checkpoint_path, load_network
+from stochbn.experiments.corruptions import CORRUPTIONS, STRENGTHS, corrupt
+from stochbn.experiments.data import Split, load_split
+from stochbn.experiments.inference import fit, input_batches
+from stochbn.experiments.predictions import File
+from stochbn.experiments.recipes import RECIPES, Experiment
+from stochbn.experiments.study import VARIANTS, Study, take_apart
+from stochbn.experiments.study_report import ENSEMBLES, TEMPERED, Draws, write_study
+from stochbn.experiments.train import train
+
+PLAIN = replace(RECIPES["digits"], name="tiny", epochs=2, width=0.1)
+DROPOUT = replace(PLAIN, name="tiny-dropout", dropout=0.2)
+TINY = Experiment("tiny", PLAIN, 3, DROPOUT, 1)
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Trains the tiny networks and runs the study on them once."""
+    folder = tmp_path_factory.mktemp("study")
+    with pytest.MonkeyPatch.context() as patch:
+        little(patch, folder)
+        for recipe, seed in TINY.runs():
+            train(recipe, seed, console=quiet())
+        study = Study(TINY, num_samples=6, console=quiet())
+        study.draw()
+        write_study(study, folder)
+    return folder
+
+
+def little(patch: pytest.MonkeyPatch, folder: Path) -> None:
+    patch.setenv("STOCHBN_DATA", str(folder / "cache"))
+    patch.setattr(module, "NUM_EXACT", 20)
+    patch.setattr(module, "NUM_CORRUPTED", 30)
+
+
+def quiet() -> Console:
+    return Console(file=io.StringIO())
+
+
+@pytest.fixture
+def study(folder: Path, monkeypatch: pytest.MonkeyPatch) -> Study:
+    little(monkeypatch, folder)
+    return Study(TINY, num_samples=6, console=quiet())
+
+
+@pytest.fixture
+def results(folder: Path) -> dict[str, object]:
+    return json.loads((folder / "study.json").read_text())
+
+
+def test_nothing_is_chosen_on_test_data(study: Study, folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """With other test, out-of-domain and corrupted data, every spread and temperature is the same to the last bit."""
+    before = {job: File.read(job.path) for job in study.jobs}
+
+    def other(data: str, part: str, **options: object) -> Split:
+        split = load_split(data, part, **options)
+        if part in ("test", "out-of-domain"):
+            generator = torch.Generator().manual_seed(7)
+            noise = torch.randint(256, split.images.shape, dtype=torch.uint8, generator=generator)
+            return replace(split, images=noise, labels=split.labels.flip(0))
+        return split
+
+    monkeypatch.setattr(module, "load_split", other)
+    changed = Study(TINY, num_samples=6, console=quiet())
+    labels = changed.splits["validation"].labels
+    tuned = 0
+    for job, file in before.items():
+        if job.variant.family == "exact":
+            continue
+        stats = changed.source(job)
+        assert (stats and stats.tuning and json.loads(json.dumps(asdict(stats.tuning)))) == file.header.get("tuning")
+        tuned += job.variant.tuned is not None
+        network = changed.network(job.recipe, job.seed)
+        samples = changed._samples(network, stats, changed.splits["validation"], job)
+        ours, theirs = (Draws((one,)).choose_temperature(labels) for one in (File({}, {"validation": samples}), file))
+        assert ours == theirs
+    assert tuned > 10
+
+
+def test_what_is_drawn_is_what_the_library_predicts(study: Study) -> None:
+    by_name = {job.variant.name: job for job in study.jobs if job.seed == 0}
+    for name in ("SBN, conditioned, tuned", "Low rank", "Empirical, layers apart", "Dropout + SBN, tuned"):
+        job = by_name[name]
+        file = File.read(job.path)
+        pred = stochbn.predict(
+            study.network(job.recipe, 0),
+            study.source(job),
+            input_batches(study.splits["test"]),
+            num_samples=6,
+            dropout=job.variant.dropout,
+        )
+        output = Draws((file,)).average("test")
+        torch.testing.assert_close(output.probs.float(), pred.probs, rtol=5e-3, atol=1e-3)
+        torch.testing.assert_close(output.expected_entropy.float(), pred.aleatoric, rtol=5e-3, atol=2e-3)
+        assert output.probs.shape == (397, 10)
+
+
+def test_every_method_is_scored(results: dict[str, object], folder: Path) -> None:
+    names = {variant.name for variant in VARIANTS if variant.family != "exact" and variant.tuned != "ensemble"}
+    names |= set(ENSEMBLES)
+    assert set(results["methods"]) == names | {name + TEMPERED for name in names}
+    assert set(results["cost"]) == names
+    text = (folder / "study.md").read_text()
+    assert all(name in text for name in names)
+    for name in ("methods", "corruptions", "tuning"):
+        assert (folder / "figures" / f"{name}.png").stat().st_size > 10_000
+    everywhere = {v.name for v in VARIANTS if v.everywhere and v.tuned != "ensemble"} | set(ENSEMBLES)
+    assert {name.removesuffix(TEMPERED) for name in results["corruptions"]} == everywhere
+
+
+def test_scores_are_those_of_the_draws(study: Study, results: dict[str, object]) -> None:
+    members = [File.read(job.path) for job in study.jobs if job.variant.name == "SBN"]
+    test, labels = study.splits["test"], study.splits["test"].labels
+    each = [stochbn.nll(file.tensors["test"].double().exp().mean(0), labels).item() for file in members]
+    found = results["methods"]["SBN"]["scores"]["nll"]
+    assert (found["value"], found["std"]) == pytest.approx((np.mean(each), np.std(each, ddof=1)), rel=1e-3)
+    whole = torch.cat([file.tensors["test"] for file in members]).double().exp().mean(0)
+    assert results["methods"]["Deep Ensembles + SBN"]["scores"]["nll"]["value"] == pytest.approx(
+        stochbn.nll(whole, labels).item(), rel=1e-3
+    )
+    assert results["cost"]["Deep Ensembles + SBN"]["passes"] == 18
+    assert results["num_inputs"]["test"] == len(test) == 397
+
+
+def test_a_temperature_never_raises_the_validation_nll(study: Study) -> None:
+    labels = study.splits["validation"].labels
+    for job in study.jobs[:6]:
+        draws = Draws((File.read(job.path),))
+        chosen = draws.choose_temperature(labels)
+        losses = [stochbn.nll(draws.average("validation", t).probs, labels).item() for t in (1.0, chosen)]
+        assert losses[1] <= losses[0] + 1e-4
+
+
+def test_distances_to_exact_inference(study: Study, results: dict[str, object]) -> None:
+    """By NumPy, from the draws."""
+    files = {(job.variant.name, job.seed): File.read(job.path) for job in study.jobs if not job.variant.dropout}
+    variations, chance, correlations = [], [], []
+    for seed in range(3):
+        exact, other = files["Exact (eq. 3)", seed].tensors, files["Empirical", seed].tensors
+        ours, halves = {}, {}
+        for part in ("test", "out-of-domain"):
+            draws = np.exp(exact[part].double().numpy())
+            halves[part] = draws[:6].mean(0), draws[6:].mean(0)
+            ours[part] = np.exp(other[part].double().numpy()).mean(0)[exact[f"{part}/index"]]
+        variations += [np.abs(ours["test"] - half).sum(1).mean() / 2 for half in halves["test"]]
+        chance.append(np.abs(halves["test"][0] - halves["test"][1]).sum(1).mean() / 2)
+        entropies = [
+            np.concatenate([-(p * np.log(p)).sum(1) for p in found])
+            for found in (ours.values(), *zip(*halves.values(), strict=True))
+        ]
+        correlations += [np.corrcoef(entropies[0], one)[0, 1] for one in entropies[1:]]
+    found = results["exact"]
+    assert found["Empirical"]["num_networks"] == 3
+    assert found["Empirical"]["total_variation_test"] == pytest.approx(np.mean(variations), rel=1e-3)
+    assert found["Empirical"]["entropy_correlation"] == pytest.approx(np.mean(correlations), rel=1e-3)
+    assert found["Exact (eq. 3)"]["total_variation_test"] == pytest.approx(np.mean(chance), rel=1e-3)
+
+
+def test_what_is_drawn_is_not_drawn_again(study: Study, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(study, "_draw", lambda job: pytest.fail("drawn again"))
+    study.draw()
+    study.num_samples = 7
+    with pytest.raises(pytest.fail.Exception, match="drawn again"):
+        study.draw()
+
+
+@pytest.mark.parametrize("apart", ["layers", "channels", "numbers"])
+def test_taking_apart_keeps_the_marginals(apart: str, study: Study) -> None:
+    network = load_network(checkpoint_path(PLAIN, 0))
+    stats = fit(network, study.splits["train"], PLAIN, family="empirical")
+    shuffled = take_apart(stats, apart)
+    before, after = stats.observations, shuffled.observations
+    assert torch.equal(before.sort(0).values, after.sort(0).values)
+
+    def correlation(rows: torch.Tensor, a: tuple[int, int], b: tuple[int, int]) -> float:
+        return abs(np.corrcoef(rows[:, a[0], a[1]], rows[:, b[0], b[1]])[0, 1])
+
+    first = stats.sizes[0]
+    same = {
+        "layers": [((0, 0), (0, 1)), ((0, 0), (1, 0)), ((0, first), (1, first + 1))],
+        "channels": [((0, 0), (1, 0)), ((0, first), (1, first))],
+        "numbers": [],
+    }[apart]
+    for a, b in same:
+        assert correlation(after, a, b) == pytest.approx(correlation(before, a, b), abs=1e-6)
+    pairs = [((0, i), (0, first + j)) for i in range(first) for j in range(3)]  # between layers
+    assert np.mean([correlation(after, a, b) for a, b in pairs]) < 3 / np.sqrt(len(before))
+
+
+# ---- corruptions
+
+
+@pytest.mark.parametrize("kind", CORRUPTIONS)
+def test_images_get_ever_harder(kind: str) -> None:
+    images = load_split("digits", "test").images[:20]
+    before = images.clone()
+    harder = [corrupt(images, kind, strength) for strength in STRENGTHS]
+    assert torch.equal(images, before)
+    assert all(one.dtype == torch.uint8 and one.shape == images.shape for one in harder)
+    change = [(one.float() - images.float()).square().mean().item() for one in harder]
+    assert change == sorted(change)
+    assert torch.equal(harder[2], corrupt(images, kind, 3))
+
+
+def test_corruptions_are_what_they_say() -> None:
+    images = load_split("digits", "test").images[:2]
+    turned = corrupt(images, "rotation", 2)
+    for image, result, angle in zip(images, turned, (30, -30), strict=True):
+        expected = ndimage.rotate(image[0].numpy() / 255.0, angle, reshape=False, order=1)
+        np.testing.assert_allclose(result[0].numpy() / 255, expected.clip(0, 1), atol=0.003)
+    flat = torch.full((50, 1, 28, 28), 128, dtype=torch.uint8)
+    noisy = corrupt(flat, "noise", 1).float() / 255
+    assert noisy.std().item() == pytest.approx(0.12, abs=0.002)
+    assert torch.equal(corrupt(flat[:1], "blur", 5), flat[:1])

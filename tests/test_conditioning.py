@@ -1,0 +1,128 @@
+"""Each input as one of its own mini-batch: against mini-batches made for the purpose, and a naive loop."""
+
+import copy
+from dataclasses import replace
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+import stochbn
+from conftest import NormAct, calibrate
+from stochbn.affine import normalise_with
+from stochbn.statistics import BatchNormCall, _BatchNorm
+
+
+def companions(mean: Tensor, var: Tensor, count: int, shape: tuple[int, ...]) -> Tensor:
+    """An even number of examples that have exactly these statistics: half of them μ + σ everywhere, half μ − σ."""
+    assert count % 2 == 0
+    sides = torch.tensor([1.0, -1.0], dtype=mean.dtype).repeat(count // 2)
+    values = mean + sides[:, None] * var.sqrt()
+    return values.view(count, -1, *(1 for _ in shape)).expand(count, -1, *shape)
+
+
+@pytest.mark.parametrize("shape", [(), (5,), (4, 3), (2, 3, 4)])
+def test_equals_a_mini_batch_with_the_input_in_it(shape: tuple[int, ...]) -> None:
+    x = torch.randn(6, 3, *shape, dtype=torch.float64) * 3 + 1
+    mean, var = torch.randn(3, dtype=torch.float64), torch.rand(3, dtype=torch.float64) + 0.1
+    weight, bias = torch.randn(3, dtype=torch.float64), torch.randn(3, dtype=torch.float64)
+    others = companions(mean, var, 8, shape)
+    expected = torch.cat(
+        [F.batch_norm(torch.cat([one[None], others]), None, None, weight, bias, True, 0.0, 1e-3)[:1] for one in x]
+    )
+    actual = normalise_with(BatchNormCall(x, mean, var, weight, bias, False, 0.1, 1e-3), 9)
+    torch.testing.assert_close(actual, expected, rtol=1e-12, atol=1e-12)
+
+
+def test_of_many_one_does_not_count() -> None:
+    x, mean, var = torch.randn(6, 3, 4), torch.randn(3), torch.rand(3) + 0.1
+    call = BatchNormCall(x, mean, var)
+    torch.testing.assert_close(normalise_with(call, 10**7), F.batch_norm(*call), rtol=1e-4, atol=1e-4)
+
+
+class Conditioned(nn.Module):
+    """The oracle: a BatchNorm layer that puts each example among companions with its buffers' statistics."""
+
+    def __init__(self, layer: _BatchNorm, batch_size: int) -> None:
+        super().__init__()
+        self.layer, self.batch_size = layer, batch_size
+
+    def forward(self, x: Tensor) -> Tensor:
+        layer = self.layer
+        others = companions(layer.running_mean, layer.running_var, self.batch_size - 1, tuple(x.shape[2:]))
+        rows = [
+            F.batch_norm(torch.cat([one[None], others]), None, None, layer.weight, layer.bias, True, 0.0, layer.eps)
+            for one in x
+        ]
+        output = torch.cat([row[:1] for row in rows])
+        return output.relu() if isinstance(layer, NormAct) else output
+
+
+def naive(model: nn.Module, draws: stochbn.Draws, x: Tensor) -> Tensor:
+    outputs = []
+    for index in range(len(draws)):
+        network = copy.deepcopy(model).eval()
+        for name, buffer in network.named_buffers():
+            if name in draws.buffers:
+                buffer.copy_(draws.buffers[name][index])
+        for position, layer in enumerate(network):
+            if isinstance(layer, _BatchNorm):
+                network[position] = Conditioned(layer, draws.batch_size)
+        outputs.append(network(x).softmax(1))
+    return torch.stack(outputs).detach()
+
+
+@pytest.mark.parametrize("options", [{}, {"chunk_size": 1}, {"compile": True}, {"chunk_size": 4}])
+@pytest.mark.filterwarnings("ignore::DeprecationWarning")
+def test_equals_the_naive_loop(options: dict[str, object], model: nn.Module, x: Tensor) -> None:
+    batches = [torch.rand(17, 1, 8, 8) for _ in range(12)]
+    for layer in model:
+        if isinstance(layer, _BatchNorm):
+            nn.init.normal_(layer.weight)
+            nn.init.normal_(layer.bias)
+    calibrate(model, batches)
+    stats = stochbn.fit(model, batches, conditioned=True, progress=False)
+    before = copy.deepcopy(model.state_dict())
+    pred = stochbn.predict(model, stats, x, num_samples=9, seed=2, **options)
+    torch.testing.assert_close(pred.samples, naive(model, stats.sample(9, seed=2), x), rtol=1e-4, atol=1e-5)
+    assert all(torch.equal(value, before[name]) for name, value in model.state_dict().items())
+
+
+def test_it_changes_predictions_and_depends_on_no_other_input(
+    model: nn.Module, stats: stochbn.Fitted, x: Tensor
+) -> None:
+    conditioned = replace(stats, conditioned=True)
+    plain = stochbn.predict(model, stats, x).probs
+    whole = stochbn.predict(model, conditioned, x).probs
+    assert (whole - plain).abs().max() > 1e-4
+    one_by_one = torch.cat([stochbn.predict(model, conditioned, one[None]).probs for one in x])
+    torch.testing.assert_close(whole, one_by_one, rtol=1e-4, atol=1e-6)
+
+
+def test_it_is_closer_to_exact_inference(model: nn.Module, batches: list[Tensor]) -> None:
+    """Odd inputs disturb the statistics of their own mini-batch, which only conditioning follows."""
+    more = [torch.rand(16, 1, 8, 8) for _ in range(200)]
+    calibrate(model, more)
+    odd = torch.rand(20, 1, 8, 8) * 4 - 2
+    stats = stochbn.fit(model, more, progress=False)
+    exact = stochbn.exact_predict(model, more, odd, num_samples=100).probs
+    apart, together = (
+        (stochbn.predict(model, replace(stats, conditioned=flag), odd, num_samples=100).probs - exact)
+        .abs()
+        .sum(1)
+        .mean()
+        for flag in (False, True)
+    )
+    assert together < apart / 2
+
+
+def test_gradients_reach_the_input(model: nn.Module, stats: stochbn.Fitted, x: Tensor) -> None:
+    x.requires_grad_()
+    conditioned = replace(stats, conditioned=True)
+    stacked = torch.autograd.grad(stochbn.predict(model, conditioned, x, num_samples=4).entropy.sum(), x)[0]
+    looped = torch.autograd.grad(stochbn.predict(model, conditioned, x, num_samples=4, chunk_size=1).entropy.sum(), x)[
+        0
+    ]
+    torch.testing.assert_close(stacked, looped, rtol=1e-3, atol=1e-6)
+    assert stacked.abs().max() > 0
