@@ -1,5 +1,6 @@
 """The engine: whatever it shares, folds or reorders, the numbers are those of the naive loop."""
 
+import copy
 import warnings
 
 import pytest
@@ -391,9 +392,14 @@ def test_stacks_are_bounded_in_bytes(images: list[Tensor], monkeypatch: pytest.M
     monkeypatch.setattr("stochbn.engine.vmap", watched)
     a_draw = 4 * 6 * 64  # bytes of the largest activation
     monkeypatch.setattr("stochbn.engine.STACKED_BYTES", 5 * a_draw)
-    pred = stochbn.predict(model, stats, images[0][:1], num_samples=12)
+    again = stochbn.predict(model, stats, images[0][:1], num_samples=12)
+    assert sizes == [5, 5, 2]
+    sizes.clear()
+    new = copy.deepcopy(model)
+    pred = stochbn.predict(new, stats, images[0][:1], num_samples=12)
     assert sizes == [1, 5, 5, 1]  # before the size of an activation is known, it is guessed to be larger
-    torch.testing.assert_close(pred.samples, whole.samples, **ROUNDING)
+    for other in (again, pred):
+        torch.testing.assert_close(other.samples, whole.samples, **ROUNDING)
 
 
 def test_networks_that_were_just_drawn_are_not_drawn_again(

@@ -10,7 +10,7 @@ import itertools
 import math
 import warnings
 from collections.abc import Iterator
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
 from typing import Any, NamedTuple
 from weakref import WeakKeyDictionary
 
@@ -108,7 +108,7 @@ class Network:
         self.shares = True  # until it shows that its passes cannot be shared, or not channels-last
         self.compiles = compiles
         self.compiled_rows = 0
-        self.bytes_a_draw: int | None = None
+        self.bytes_a_draw = _BYTES.setdefault(model, {})  # by the shapes of a batch
         self.batch_size: int | None = None  # M, if inputs are counted into the mini-batches that normalise them
         self.temperature = 1.0
         self.num_masks: int | None = None  # after so many draws, dropout's masks begin anew
@@ -164,7 +164,7 @@ class Network:
     def _run_eager(self, item: Any, chunk_size: int | None, first: int, last: int) -> Iterator[Tensor]:
         batch = _Batch(item, self.device)
         while first < last:
-            stop = min(first + (chunk_size or self._suitable_size(item, self.bytes_a_draw)), last)
+            stop = min(first + (chunk_size or self._suitable_size(item)), last)
             if self.num_draws == 1 or chunk_size == 1:
                 yield self._looped(first, stop, batch)
             else:
@@ -175,7 +175,10 @@ class Network:
         count = num_examples(item)
         self.compiled_rows = max(self.compiled_rows, count)
         item = copy_to(fill(item, self.compiled_rows), self.device)  # one shape, so that one code serves all batches
-        size = chunk_size or self._suitable_size(item, None)
+        if not chunk_size and _shapes(item) not in self.bytes_a_draw:
+            with suppress(Exception):  # to know how large a stack may be; what is wrong, compiling will tell
+                self._stacked(first, first + 1, _Batch(item, self.device))
+        size = chunk_size or self._suitable_size(item)
         size = math.ceil((last - first) / math.ceil((last - first) / size))
         named = itertools.chain(
             self.called.named_parameters(remove_duplicate=False), self.called.named_buffers(remove_duplicate=False)
@@ -205,9 +208,9 @@ class Network:
         if code is not None:
             code.begin()  # so that nothing of the batch is kept
 
-    def _suitable_size(self, item: Any, bytes_a_draw: int | None) -> int:
+    def _suitable_size(self, item: Any) -> int:
         guess = CHANNELS * sum(tensor.numel() * tensor.element_size() for tensor in tensors_in(item))
-        bound = STACKED_BYTES // max(1, bytes_a_draw or guess)
+        bound = STACKED_BYTES // max(1, self.bytes_a_draw.get(_shapes(item)) or guess)
         return max(1, min(STACKED_EXAMPLES // max(1, num_examples(item)), bound))
 
     def _stacked_if_possible(self, start: int, stop: int, batch: "_Batch") -> Tensor:
@@ -244,7 +247,7 @@ class Network:
             return self._forward({**weights, **draw.buffers}, draw.indices, item, normalization)
 
         outputs: Tensor = vmap(forward, randomness="different")(*flat)
-        self.bytes_a_draw = normalization.most_bytes
+        self.bytes_a_draw[_shapes(item)] = normalization.most_bytes
         return outputs
 
     def _looped(self, start: int, stop: int, batch: "_Batch") -> Tensor:
@@ -307,6 +310,14 @@ class Network:
         buffers = {f"model.{name}": values for name, values in made.match(self.model).buffers.items()}
         with torch.no_grad():
             self.block = (draws, buffers, fold(self.layers, buffers))
+
+
+def _shapes(item: Any) -> tuple[torch.Size, ...]:
+    return tuple(tensor.shape for tensor in tensors_in(item))
+
+
+# What the largest activation of a draw took, once it is known.
+_BYTES: "WeakKeyDictionary[nn.Module, dict[tuple[torch.Size, ...], int]]" = WeakKeyDictionary()
 
 
 def _sample(source: StatisticsDistribution, count: int, seed: int, first: int) -> Draws:
