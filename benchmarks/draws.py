@@ -135,7 +135,7 @@ def measure_adaptive(network: nn.Module, stats: stochbn.Fitted, splits: dict[str
         if part != "test":
             split = split[choose_rows(split, NUM_STRANGE)]
         batches = input_batches(split)
-        fixed = stochbn.predict(network, stats, batches, num_samples=1000, seed=1, keep_samples=False)
+        fixed = stochbn.predict(network, stats, batches, num_samples=1000, seed=1, keep_samples=False, compile=True)
         for tolerance in TOLERANCES:
             adaptive = stochbn.predict(network, stats, batches, num_samples="auto", tolerance=tolerance)
             counts = adaptive.counts
