@@ -19,6 +19,7 @@ class Noise:
 
     num_draws = MAX_DRAWS
     dropout = False
+    temperature = 1.0
 
     def __init__(self, centre: Tensor, spread: Tensor, seed: int = 0) -> None:
         half = torch.randn(self.num_draws // 2, *centre.shape, generator=torch.Generator().manual_seed(seed))
@@ -27,9 +28,6 @@ class Noise:
 
     def active(self) -> nullcontext[None]:
         return nullcontext()
-
-    def temper(self, outputs: Tensor, link: str) -> Tensor:
-        return outputs
 
     def run(self, item: Tensor, chunk_size: int | None, first: int, last: int) -> Iterator[Tensor]:
         self.made += (last - first) * len(item)

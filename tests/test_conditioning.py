@@ -1,6 +1,7 @@
 """Each input as one of its own mini-batch: against mini-batches made for the purpose, and a naive loop."""
 
 import copy
+import shutil
 from dataclasses import replace
 
 import pytest
@@ -10,7 +11,7 @@ from torch.nn import functional as F
 
 import stochbn
 from conftest import NormAct, calibrate
-from stochbn.affine import normalise_with
+from stochbn.affine import Condition, normalise_with
 from stochbn.statistics import BatchNormCall, _BatchNorm
 
 
@@ -31,14 +32,14 @@ def test_equals_a_mini_batch_with_the_input_in_it(shape: tuple[int, ...]) -> Non
     expected = torch.cat(
         [F.batch_norm(torch.cat([one[None], others]), None, None, weight, bias, True, 0.0, 1e-3)[:1] for one in x]
     )
-    actual = normalise_with(BatchNormCall(x, mean, var, weight, bias, False, 0.1, 1e-3), 9)
+    actual = normalise_with(BatchNormCall(x, mean, var, weight, bias, False, 0.1, 1e-3), Condition(9, 6))
     torch.testing.assert_close(actual, expected, rtol=1e-12, atol=1e-12)
 
 
 def test_of_many_one_does_not_count() -> None:
     x, mean, var = torch.randn(6, 3, 4), torch.randn(3), torch.rand(3) + 0.1
     call = BatchNormCall(x, mean, var)
-    torch.testing.assert_close(normalise_with(call, 10**7), F.batch_norm(*call), rtol=1e-4, atol=1e-4)
+    torch.testing.assert_close(normalise_with(call, Condition(10**7, 6)), F.batch_norm(*call), rtol=1e-4, atol=1e-4)
 
 
 class Conditioned(nn.Module):
@@ -68,12 +69,20 @@ def naive(model: nn.Module, draws: stochbn.Draws, x: Tensor) -> Tensor:
                 buffer.copy_(draws.buffers[name][index])
         for position, layer in enumerate(network):
             if isinstance(layer, _BatchNorm):
-                network[position] = Conditioned(layer, draws.batch_size)
+                network[position] = Conditioned(layer, draws.conditioned_on)
         outputs.append(network(x).softmax(1))
     return torch.stack(outputs).detach()
 
 
-@pytest.mark.parametrize("options", [{}, {"chunk_size": 1}, {"compile": True}, {"chunk_size": 4}])
+@pytest.mark.parametrize(
+    "options",
+    [
+        {},
+        {"chunk_size": 1},
+        {"chunk_size": 4},
+        pytest.param({"compile": True}, marks=pytest.mark.skipif(not shutil.which("g++"), reason="needs a compiler")),
+    ],
+)
 @pytest.mark.filterwarnings("ignore::DeprecationWarning")
 def test_equals_the_naive_loop(options: dict[str, object], model: nn.Module, x: Tensor) -> None:
     batches = [torch.rand(17, 1, 8, 8) for _ in range(12)]
@@ -126,3 +135,45 @@ def test_gradients_reach_the_input(model: nn.Module, stats: stochbn.Fitted, x: T
     ]
     torch.testing.assert_close(stacked, looped, rtol=1e-3, atol=1e-6)
     assert stacked.abs().max() > 0
+
+
+class Folded(nn.Module):
+    """Normalises T parts of each input together: in a dimension of their own, or folded into the batch."""
+
+    def __init__(self, fold: bool) -> None:
+        super().__init__()
+        self.fold = fold
+        self.norm = nn.BatchNorm1d(3)
+        self.head = nn.Linear(3, 4)
+
+    def forward(self, x: Tensor) -> Tensor:  # (N, 3, T)
+        if self.fold:
+            count, _, parts = x.shape
+            x = self.norm(x.movedim(2, 1).flatten(0, 1)).unflatten(0, (count, parts)).movedim(1, 2)
+        else:
+            x = self.norm(x)
+        return self.head(x.square().mean(2))
+
+
+@pytest.mark.parametrize("options", [{}, {"chunk_size": 1}])
+def test_parts_of_an_input_in_the_batch_are_counted_together(options: dict[str, object]) -> None:
+    batches = [torch.randn(8, 3, 5) for _ in range(30)]
+    whole = calibrate(Folded(fold=False), batches)
+    folded = Folded(fold=True).eval()
+    folded.load_state_dict(whole.state_dict())
+    stats = stochbn.fit(whole, batches, conditioned=True, progress=False)
+    odd = 3 * torch.randn(6, 3, 5)
+    expected = stochbn.predict(whole, stats, odd, **options).probs
+    torch.testing.assert_close(stochbn.predict(folded, stats, odd, **options).probs, expected)
+
+
+def test_a_model_that_regroups_its_batch_is_refused() -> None:
+    class Pairs(nn.Sequential):
+        def forward(self, x: Tensor) -> Tensor:
+            return super().forward(x[: len(x) // 2])
+
+    batches = [torch.randn(8, 3) for _ in range(5)]
+    model = calibrate(Pairs(nn.BatchNorm1d(3)), batches)
+    stats = stochbn.fit(model, batches, conditioned=True, progress=False)
+    with pytest.raises(ValueError, match=r"multiple of 6 inputs.*conditioned=False"):
+        stochbn.predict(model, stats, torch.randn(6, 3))

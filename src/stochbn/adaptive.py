@@ -3,7 +3,8 @@
 The rule is a pair of confidence statements. With p̄ the mean of the n draws so far and p that of infinitely many, an
 input stops when, each at a confidence of 95 %, |H(p̄) − H(p)| ≤ tolerance and p̄ and p put the same class first. It is
 looked at after 8, 16, 32, … draws, and at each look a seventh of the 5 % may be spent (Bonferroni): looking often is
-paid for. Draws come in antithetic pairs, which are independent of each other; so the pairs are what is averaged. To
+paid for. Draws come in antithetic pairs, which are independent of each other; so the pairs are what is averaged. (Real
+mini-batches have no mirror image. Each is drawn once before any comes again, which only narrows the error.) To
 first order H(p̄) is the mean of −Σ_k p_k log p̄_k over the draws, which gives its standard error; to second order it lies
 below H(p) by ½ Σ_k Var(p̄_k) / p_k, which is added to the interval.
 
@@ -50,6 +51,7 @@ def predict_adaptively(
     most = min([MAX_DRAWS, *(network.num_draws for network in networks if network.num_draws > 1)])
     remaining = torch.arange(num_examples(item))
     outputs = [torch.empty(0)] * len(networks)  # of each network: (n, remaining, K, *)
+    temperatures = [network.temperature for network in networks]
     parts: list[Prediction] = []
     order: list[Tensor] = []
     count = 0
@@ -61,15 +63,14 @@ def predict_adaptively(
                 continue
             with network.active():
                 new = torch.cat(list(network.run(some, chunk_size, count, min(look, network.num_draws))))
-            new = network.temper(new, link)
             outputs[member] = torch.cat([outputs[member], new]) if count else new
             update(len(new))
         count = look
-        settled = _settled(outputs, link, tolerance) if count < most else remaining >= 0
+        settled = _settled(outputs, temperatures, link, tolerance) if count < most else remaining >= 0
         if settled.any():
             average = Average(link, keep_samples=False)
-            for values in outputs:
-                average.add(values[:, settled], weight=1 / len(values))
+            for values, temperature in zip(outputs, temperatures, strict=True):
+                average.add(values[:, settled], 1 / len(values), temperature)
             part = average.prediction()
             parts.append(replace(part, counts=torch.full((len(part),), count)))
             order.append(remaining[settled])
@@ -80,10 +81,14 @@ def predict_adaptively(
     return join(parts, order=torch.cat(order))
 
 
-def _settled(outputs: list[Tensor], link: Link, tolerance: float) -> Tensor:
+def _settled(outputs: list[Tensor], temperatures: list[float], link: Link, tolerance: float) -> Tensor:
     """Tells for each input whether the confidence statement holds: (n, N, K, *) of each network → (N,)."""
+    most = len(max(outputs, key=len))
     samples = torch.stack(
-        [apply_link(values, link).expand(len(max(outputs, key=len)), *values.shape[1:]) for values in outputs]
+        [
+            apply_link(values, link, temperature).expand(most, *values.shape[1:])
+            for values, temperature in zip(outputs, temperatures, strict=True)
+        ]
     ).mean(0)
     if link == "sigmoid":  # each label is a choice between two
         samples = torch.stack([samples, 1 - samples], dim=2)

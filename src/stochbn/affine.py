@@ -1,7 +1,7 @@
 """BatchNorm with drawn statistics is an affine map: folded ahead for all draws, applied where torch would normalise."""
 
 from collections.abc import Mapping
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -42,37 +42,51 @@ def _average_pool(input: Tensor, output_size: Any) -> Tensor:  # noqa: A002, the
     return F.adaptive_avg_pool2d(input, output_size)
 
 
-def normalise_with(call: BatchNormCall, batch_size: int) -> Tensor:
-    """Normalises each example by a mini-batch of which it is one: M − 1 parts the given statistics, one part its own.
+class Condition(NamedTuple):
+    """Says that each input is one of the mini-batch that normalises it: M, and how many inputs there are."""
 
-    Eq. 2 has x in its batch B. With x̄ and v the mean and variance of the example's own values in a channel, μ(B) is
+    batch_size: int
+    num_inputs: int
+
+
+def normalise_with(call: BatchNormCall, condition: Condition) -> Tensor:
+    """Normalises each input by a mini-batch of which it is one: M − 1 parts the given statistics, one part its own.
+
+    Eq. 2 has x in its batch B. With x̄ and v the mean and variance of the input's own values in a channel, μ(B) is
     ((M − 1) μ + x̄) / M; the second moment likewise, which gives σ²(B) = ((M − 1) (σ² + (x̄ − μ)² / M) + v) / M.
 
     Args:
-        call: With x, (N, C, *), and the statistics μ and σ² of a mini-batch as `running_mean` and `running_var`, (C,).
-        batch_size: M.
+        call: With x, (N, C, *), or (N · T, C, *) of a model that folds T parts of an input into the batch; and the
+            statistics μ and σ² of a mini-batch as `running_mean` and `running_var`, (C,).
+        condition: M and N.
 
     Example:
         >>> x = torch.tensor([[[1.0, 5.0]]])
         >>> call = BatchNormCall(x, torch.tensor([0.0]), torch.tensor([1.0]), eps=0.0)
-        >>> torch.allclose(normalise_with(call, 2), (x - 1.5) / (0.5 * (1 + 3**2 / 2 + 4)) ** 0.5)
+        >>> torch.allclose(normalise_with(call, Condition(2, 1)), (x - 1.5) / (0.5 * (1 + 3**2 / 2 + 4)) ** 0.5)
         True
     """
+    size, num_inputs = condition
     x, mean, var = call.input, call.running_mean, call.running_var
     assert mean is not None
     assert var is not None
+    if x.shape[0] % num_inputs:
+        raise ValueError(
+            f"Expected a BatchNorm layer to get a multiple of {num_inputs} inputs, one or more rows each, got "
+            f"{x.shape[0]}: the model regroups its batch. Fit with conditioned=False."
+        )
     wide = x if x.dtype == torch.float64 else x.float()
-    space = tuple(range(2, x.dim()))
-    own_var, own_mean = torch.var_mean(wide, space, correction=0) if space else (torch.zeros_like(wide), wide)  # (N, C)
+    parts = wide.unflatten(0, (num_inputs, -1))  # (N, T, C, *)
+    own_var, own_mean = torch.var_mean(parts, (1, *range(3, parts.dim())), correction=0)  # (N, C)
     distance = own_mean - mean
-    scale = ((batch_size - 1) * (var + distance.square() / batch_size) + own_var).div(batch_size).add(call.eps).rsqrt()
+    scale = ((size - 1) * (var + distance.square() / size) + own_var).div(size).add(call.eps).rsqrt()
     if call.weight is not None:
         scale = scale * call.weight
-    shift = -(mean + distance / batch_size) * scale
+    shift = -(mean + distance / size) * scale
     if call.bias is not None:
         shift = shift + call.bias
-    scale, shift = (values.view(*values.shape, *(1 for _ in space)) for values in (scale, shift))
-    return torch.addcmul(shift, wide, scale).to(x.dtype)
+    scale, shift = (values.view(num_inputs, 1, -1, *(1 for _ in x.shape[2:])) for values in (scale, shift))
+    return torch.addcmul(shift, parts, scale).flatten(0, 1).to(x.dtype)
 
 
 class DrawnNormalization(TorchFunctionMode):
@@ -81,7 +95,7 @@ class DrawnNormalization(TorchFunctionMode):
     Args:
         layers: `{id of a drawn running mean: (layer, affine)}`.
         recording: Of the passes over this batch, if they may share.
-        batch_size: M, if an input is to be counted into the mini-batch that normalises it.
+        condition: If an input is to be counted into the mini-batch that normalises it.
         stacked: Whether the pass is under `vmap`, where not all can be had.
     """
 
@@ -89,13 +103,13 @@ class DrawnNormalization(TorchFunctionMode):
         self,
         layers: dict[int, tuple[nn.Module, Affine]],
         recording: Recording | None = None,
-        batch_size: int | None = None,
+        condition: Condition | None = None,
         stacked: bool = True,
     ) -> None:
         super().__init__()
         self.layers = layers
         self.recording = recording
-        self.batch_size = batch_size
+        self.condition = condition
         self.stacked = stacked
         self.most_bytes = 0  # of what a draw normalises at once
 
@@ -120,13 +134,13 @@ class DrawnNormalization(TorchFunctionMode):
         layer, affine = self.layers.get(id(call.running_mean), (None, None))
         # A class of its own may pass other parameters than the layer's, for which nothing was folded.
         plain = layer is not None and call.weight is layer.weight and call.bias is layer.bias and call.eps == layer.eps
-        if affine is None or call.training or not (plain or self.batch_size):
+        if affine is None or call.training or not (plain or self.condition):
             output: Tensor = self._call(F.batch_norm, tuple(call), {})
             return output
         if self.recording is not None:
             self.recording.stop(x)
-        if self.batch_size is not None:
-            return normalise_with(call, self.batch_size)
+        if self.condition is not None:
+            return normalise_with(call, self.condition)
         scale, shift = affine
         if scale.dim() != x.dim() - 1:
             scale, shift = (values.view(-1, *(1 for _ in x.shape[2:])) for values in affine)

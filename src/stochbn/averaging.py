@@ -88,11 +88,11 @@ class Average:
         self.moments: Moments | None = None
         self.entropies: Moments | None = None
 
-    def add(self, outputs: Tensor, weight: float = 1.0) -> None:
+    def add(self, outputs: Tensor, weight: float = 1.0, temperature: float = 1.0) -> None:
         """Takes raw outputs of some draws, each of which counts by `weight`."""
         if outputs.shape[1] == 0:
             raise ValueError("Expected at least one input, got an empty batch. Leave empty batches out.")
-        samples = apply_link(outputs, self.link)
+        samples = apply_link(outputs, self.link, temperature)
         finite = samples.isfinite()
         if not finite.all():
             draw, row = (int(i) for i in (~finite).nonzero()[0][:2])
@@ -158,15 +158,15 @@ def _entropy(probs: Tensor, link: Link) -> Tensor:
     return entropy(probs)
 
 
-def apply_link(outputs: Tensor, link: Link) -> Tensor:
-    """Turns raw outputs (S, N, …) into what is averaged, in float32 or better."""
+def apply_link(outputs: Tensor, link: Link, temperature: float = 1.0) -> Tensor:
+    """Turns raw outputs (S, N, …) into what is averaged, in float32 or better. Regression has no temperature."""
     outputs = outputs if outputs.dtype == torch.float64 else outputs.float()
     if link == "identity":
         return outputs
     if link == "sigmoid":
-        return outputs.sigmoid()
+        return (outputs / temperature).sigmoid()
     check_logits(outputs)
-    return outputs.softmax(2)
+    return (outputs / temperature).softmax(2)
 
 
 def check_logits(outputs: Tensor) -> None:

@@ -58,8 +58,8 @@ class Draws:
         buffers: `{buffer name: (S, C)}`, such as `"bn1.running_mean"`.
         excluded: BatchNorm layers that keep their own running statistics on purpose.
         eps: `{layer name: ε}` that the variances are meant for, where known.
-        batch_size: M, if each input is to be counted as one of the M whose statistics these are; else None.
-        temperature: Divides the outputs before the softmax.
+        conditioned_on: M, if `predict` is to count each input as one of the M whose statistics these are; else None.
+        temperature: What `predict` divides the outputs by, before the softmax or the sigmoid.
 
     Example:
         >>> draws = Draws({"running_mean": torch.zeros(5, 3), "running_var": torch.ones(5, 3)})
@@ -72,7 +72,7 @@ class Draws:
     buffers: Mapping[str, Tensor]
     excluded: tuple[str, ...] = ()
     eps: Mapping[str, float] = field(default_factory=dict)
-    batch_size: int | None = None
+    conditioned_on: int | None = None
     temperature: float = 1.0
 
     def __post_init__(self) -> None:
@@ -141,13 +141,21 @@ class Tuning:
     Attributes:
         spread: Multiplies the deviations from the centre: one number, or one for each layer by name. A spread of k is
             that of mini-batches k² times smaller.
-        temperature: Divides the outputs of every draw before the softmax.
+        temperature: Divides the outputs of every draw, before the softmax or the sigmoid.
         curve: The spreads tried in common for all layers, each with the best temperature and the NLL there.
     """
 
     spread: float | Mapping[str, float] = 1.0
     temperature: float = 1.0
     curve: tuple[tuple[float, float, float], ...] = ()
+
+    def __post_init__(self) -> None:
+        spreads = self.spread.values() if isinstance(self.spread, Mapping) else [self.spread]
+        if not all(0 <= spread < math.inf for spread in spreads) or not 0 < self.temperature < math.inf:
+            raise ValueError(
+                "Expected finite spreads of at least 0 and a temperature above 0, got "
+                f"{self.spread} and {self.temperature}. Tuning() is the fitted spread and no temperature."
+            )
 
 
 @dataclass(frozen=True, eq=False)
@@ -171,6 +179,13 @@ class Fitted(StatisticsDistribution):
     dropout: bool = False
     conditioned: bool = False
     tuning: Tuning | None = None
+
+    def __post_init__(self) -> None:
+        spread = self.tuning.spread if self.tuning else 1.0
+        if isinstance(spread, Mapping) and spread.keys() != self.layers.keys():
+            raise ValueError(
+                f"Expected a spread for each of the layers {listing(self.layers)}, got {listing(spread)}. Tune again."
+            )
 
     family: ClassVar[str]
     array: ClassVar[str | None] = None  # the field that holds what the family knows beyond the moments
@@ -322,9 +337,12 @@ class Factorized(Fitted):
         return self.std * noise.view(-1, *self.std.shape).to(self.std.device)
 
     def merge(self, other: "Factorized") -> "Factorized":
-        """Joins two fits of one model to parts of its data: the fit to the whole, to rounding."""
+        """Joins two fits of one model to parts of its data: the fit to the whole, to rounding; to be tuned anew."""
         ours, theirs = (
-            ({n: (la.num_features, la.eps) for n, la in s.layers.items()}, s.batch_size, s.dropout, set(s.excluded))
+            (
+                {n: (la.num_features, la.eps) for n, la in s.layers.items()},
+                *(s.batch_size, s.dropout, s.conditioned, set(s.excluded)),
+            )
             for s in (self, other)
         )
         if ours != theirs:
@@ -336,4 +354,4 @@ class Factorized(Fitted):
             name: Layer(layer.eps, layer.moments.merge(other.layers[name].moments))
             for name, layer in self.layers.items()
         }
-        return replace(self, layers=layers, num_batches=self.num_batches + other.num_batches)
+        return replace(self, layers=layers, num_batches=self.num_batches + other.num_batches, tuning=None)

@@ -19,8 +19,7 @@ from torch import Tensor, nn
 from torch.func import functional_call, vmap
 from torch.utils._pytree import tree_flatten, tree_map, tree_unflatten
 
-from stochbn.affine import Affine, DrawnNormalization, fold
-from stochbn.averaging import Link
+from stochbn.affine import Affine, Condition, DrawnNormalization, fold
 from stochbn.batches import (
     STACKED_EXAMPLES,
     Call,
@@ -109,7 +108,7 @@ class Network:
         self.compiles = compiles
         self.compiled_rows = 0
         self.bytes_a_draw = _BYTES.setdefault(model, {})  # by the shapes of a batch
-        self.batch_size: int | None = None  # M, if inputs are counted into the mini-batches that normalise them
+        self.conditioned_on: int | None = None  # M, if inputs are counted into the mini-batches that normalise them
         self.temperature = 1.0
         self.num_masks: int | None = None  # after so many draws, dropout's masks begin anew
         self.block: tuple[range, dict[str, Tensor], dict[str, Affine]] = (range(0), {}, {})  # the draws at hand
@@ -124,12 +123,7 @@ class Network:
             self.num_draws = num_samples if dropout or source is not None else 1
         if isinstance(source, StatisticsDistribution):
             self._load(range(min(FIRST_DRAWS, self.num_draws)))
-            if source.dropout != dropout:
-                warnings.warn(
-                    f"The statistics were fitted with dropout={source.dropout} and are used with dropout={dropout}; "
-                    "fit them with the same.",
-                    stacklevel=4,
-                )
+            warn_of_dropout(source, dropout, stacklevel=5)
 
     @contextmanager
     def active(self) -> Iterator[None]:
@@ -156,10 +150,6 @@ class Network:
             if outputs is None:
                 return
             yield outputs
-
-    def temper(self, outputs: Tensor, link: Link) -> Tensor:
-        """Divides outputs by the temperature; raw ones, which no link turns into probabilities, have none."""
-        return outputs if link == "identity" or self.temperature == 1 else outputs / self.temperature
 
     def _run_eager(self, item: Any, chunk_size: int | None, first: int, last: int) -> Iterator[Tensor]:
         batch = _Batch(item, self.device)
@@ -201,7 +191,7 @@ class Network:
                 constants = repr(map_leaves(lambda leaf: ... if isinstance(leaf, Tensor) else leaf, item))
                 autocast = torch.is_autocast_enabled(self.device.type), torch.get_autocast_dtype(self.device.type)
                 seed = self.seed if self.dropout else None
-                kind = (self.call, seed, self.batch_size, tuple(tensors), structure, constants, autocast)
+                kind = (self.call, seed, self.conditioned_on, tuple(tensors), structure, constants, autocast)
                 code = compiled_pass(self.model, (kind, fingerprint(self.model)), stack, fixed, drawn)
                 code.begin()
             yield code(fixed, drawn)[start - begin :, :count]
@@ -238,7 +228,7 @@ class Network:
             return self._stack(weights, self._draws(start, stop), item, recording)
 
     def _stack(self, weights: dict[str, Tensor], draws: Drawn, item: Any, recording: Recording | None = None) -> Tensor:
-        normalization = DrawnNormalization({}, recording, self.batch_size)
+        normalization = DrawnNormalization({}, recording, self._condition(item))
         flat, structure = tree_flatten(draws)  # what vmap takes apart fastest
 
         def forward(*values: Tensor) -> Tensor:
@@ -255,10 +245,14 @@ class Network:
         for index in range(start, stop):
             draw = Drawn(*tree_map(lambda values: values[0], self._draws(index, index + 1)))
             mode = None
-            if self.batch_size is not None:
-                mode = DrawnNormalization(self._drawn_layers(draw), batch_size=self.batch_size, stacked=False)
-            outputs.append(self._forward(draw.buffers, draw.indices, batch.copy(), mode))
+            item = batch.copy()
+            if self.conditioned_on is not None:
+                mode = DrawnNormalization(self._drawn_layers(draw), condition=self._condition(item), stacked=False)
+            outputs.append(self._forward(draw.buffers, draw.indices, item, mode))
         return torch.stack(outputs)
+
+    def _condition(self, item: Any) -> Condition | None:
+        return None if self.conditioned_on is None else Condition(self.conditioned_on, num_examples(item))
 
     def _drawn_layers(self, draw: Drawn) -> dict[int, tuple[nn.Module, Affine]]:
         """Returns a draw's layers and affine maps by the id of the running mean that `batch_norm` will be given."""
@@ -306,7 +300,7 @@ class Network:
         else:
             assert self.source is not None
             made = self.source
-        self.batch_size, self.temperature = made.batch_size, made.temperature
+        self.conditioned_on, self.temperature = made.conditioned_on, made.temperature
         buffers = {f"model.{name}": values for name, values in made.match(self.model).buffers.items()}
         with torch.no_grad():
             self.block = (draws, buffers, fold(self.layers, buffers))
@@ -323,16 +317,27 @@ _BYTES: "WeakKeyDictionary[nn.Module, dict[tuple[torch.Size, ...], int]]" = Weak
 def _sample(source: StatisticsDistribution, count: int, seed: int, first: int) -> Draws:
     """Draws networks, or returns the last ones of a fitted distribution if they are asked for again."""
     asked = (count, seed, first)
-    if asked != _LAST.get(source, (None,))[0]:
-        draws = source.sample(count, seed=seed, first=first)
-        if not isinstance(source, Fitted):  # which never changes; of any other kind nothing is known
-            return draws
+    last = _LAST.get(source)
+    if last is not None and last[0] == asked:
+        return last[1]
+    draws = source.sample(count, seed=seed, first=first)
+    if isinstance(source, Fitted):  # which never changes; of any other kind nothing is known
         _LAST[source] = (asked, draws)
-    return _LAST[source][1]
+    return draws
 
 
 # One input after the other asks for the same networks again and again, and drawing them can take as long as a pass.
 _LAST: "WeakKeyDictionary[StatisticsDistribution, tuple[tuple[int, int, int], Draws]]" = WeakKeyDictionary()
+
+
+def warn_of_dropout(source: StatisticsDistribution, dropout: bool, stacklevel: int) -> None:
+    """Warns of statistics that were fitted under another rule."""
+    if source.dropout != dropout:
+        warnings.warn(
+            f"The statistics were fitted with dropout={source.dropout} and are used with dropout={dropout}; "
+            "fit them with the same.",
+            stacklevel=stacklevel,
+        )
 
 
 class _Batch:

@@ -6,12 +6,11 @@ as they are; `LowRank` keeps their most important directions. Both are collected
 
 import math
 import os
-from collections.abc import Mapping
 from dataclasses import dataclass, field, fields
 from typing import Any, Protocol
 
 import torch
-from torch import Tensor, nn  # noqa: F401, nn is for the examples
+from torch import Tensor
 
 from stochbn import storage
 from stochbn.distributions import Factorized, Fitted, Layer, Tuning
@@ -30,6 +29,7 @@ class Empirical(Fitted):
 
     Example:
         >>> import stochbn
+        >>> from torch import nn
         >>> model = nn.Sequential(nn.Linear(2, 3), nn.BatchNorm1d(3, momentum=None))
         >>> batches = [torch.randn(16, 2) for _ in range(10)]
         >>> for batch in batches:
@@ -68,6 +68,7 @@ class LowRank(Fitted):
 
     Example:
         >>> import stochbn
+        >>> from torch import nn
         >>> model = nn.Sequential(nn.Linear(2, 3), nn.BatchNorm1d(3, momentum=None))
         >>> batches = [torch.randn(16, 2) for _ in range(10)]
         >>> for batch in batches:
@@ -238,7 +239,7 @@ def _parse(header: dict[str, Any], tensors: dict[str, Tensor]) -> Fitted:
         tuple(excluded),
         header["dropout"],
         header["conditioned"],
-        header["tuning"] and _parse_tuning(header["tuning"], layers),
+        header["tuning"] and _parse_tuning(header["tuning"]),
     )
     arrays: dict[str, Any] = {}
     if family.array:
@@ -251,12 +252,11 @@ def _parse(header: dict[str, Any], tensors: dict[str, Tensor]) -> Fitted:
     return family(**fields_of(common), **arrays)
 
 
-def _parse_tuning(found: dict[str, Any], layers: Mapping[str, Layer]) -> Tuning:
-    spread, temperature = found["spread"], found["temperature"]
-    numbers = [*(spread.values() if isinstance(spread, dict) else [spread]), temperature]
-    if not all(type(v) in (int, float) and 0 < v < math.inf for v in numbers):
+def _parse_tuning(found: dict[str, Any]) -> Tuning:
+    spread = found["spread"]
+    numbers = [*(spread.values() if isinstance(spread, dict) else [spread]), found["temperature"]]
+    if not all(type(number) in (int, float) for number in numbers):
         raise ValueError(f"impossible tuning {numbers}")
-    if isinstance(spread, dict) and spread.keys() != layers.keys():
-        raise ValueError("impossible spread, of other layers")
-    curve = tuple((float(k), float(t), float(loss)) for k, t, loss in found["curve"])
-    return Tuning(spread, float(temperature), curve)
+    return Tuning(
+        spread, found["temperature"], tuple((float(k), float(t), float(loss)) for k, t, loss in found["curve"])
+    )

@@ -84,7 +84,7 @@ def fit(
         call: How the model is called on what the loader yields, `call(model, batch)`. By default a tensor, or the first
             of a tuple or list such as `(x, y)`, is the model's argument, and a mapping holds its keywords.
         family: The distribution around these moments. The paper's "factorized" has independent channels. "lowrank" adds
-            common factors of all layers, "empirical" keeps statistics of real mini-batches; docs/guide.md tells which.
+            common factors of all layers, "empirical" keeps statistics of real mini-batches.
         size: Of "lowrank", how many factors (10); of "empirical", how many mini-batches at most (256).
         conditioned: In prediction, count each input as one of the M that normalise it.
         progress: Show a progress bar.
@@ -152,8 +152,8 @@ def fit(
             f"Expected at least 2 mini-batches to fit, got {collected.num_batches}. "
             "Pass a longer loader or a smaller batch_size=."
         )
-    moments = collected.distribution(model, chosen, dropout=dropout)
-    stats = moments if joint is None else joint.distribution(moments)
+    factorized = collected.distribution(model, chosen, dropout=dropout)
+    stats = factorized if joint is None else joint.distribution(factorized)
     _warn_of_drift(stats, model)
     return replace(stats, conditioned=conditioned)
 
@@ -222,14 +222,17 @@ class Collected:
                 old = old and old.scale(1 - self.momentum)
             self.moments[name] = old.merge(new) if old else new
         if self.joint is not None:
-            uneven = [name for name in self.moments if name not in observed or len(observed[name]) != sum(groups)]
+            known = self.order if self.num_batches else observed
+            uneven = [
+                n for n in {**self.moments, **observed} if n not in known or len(observed.get(n, ())) != sum(groups)
+            ]
             if uneven:
                 raise ValueError(
                     "Expected every layer to be used once in each forward pass for a joint family, got "
                     f"{listing(uneven)}. Fit family='factorized', or leave these layers out with layers=."
                 )
-            rows = [observed[name].detach().cpu().double() for name in self.order if name in observed]
-            self.joint.add(torch.cat(rows, dim=2))
+            self.order = tuple(name for name in self.order if name in observed)
+            self.joint.add(torch.cat([observed[name].detach().cpu().double() for name in self.order], dim=2))
         self.num_batches += sum(groups)
 
     def standard_error(self, layers: Iterable[str]) -> float:

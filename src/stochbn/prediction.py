@@ -44,7 +44,8 @@ def predict(
 
     Args:
         model: A network in any mode, or several of them, which weigh the same however many draws each has.
-        stats: What `fit` returned, draws from it, or None for no SBN; for several models a sequence of these.
+        stats: What `fit` or `tune` returned, draws from it, or None for no SBN; for several models a sequence of these.
+            Its tuned spread and temperature, and whether inputs are counted into their mini-batches, are followed.
         inputs: A tensor; a tuple of positional or a mapping of keyword arguments; or a DataLoader or other iterable
             of batches (called as in `fit`: labels may be there and are passed over).
         num_samples: S, the number of draws of each model. Without SBN and dropout one pass is all there is; given
@@ -121,7 +122,7 @@ def predict(
             for network in networks:
                 with network.active():
                     for outputs in network.run(item, chunk_size):
-                        average.add(network.temper(outputs, link), weight=1 / network.num_draws)
+                        average.add(outputs, 1 / network.num_draws, network.temperature)
                         bar.update(len(outputs))
             results.append(average.prediction())
     return join(results)

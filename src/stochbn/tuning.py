@@ -2,7 +2,7 @@
 
 The spread that mini-batches had in training need not be the one that predicts best. All spreads are tried on the same
 draws (common random numbers), so their losses differ by what the spread does and not by chance. A parabola through the
-best three, over the logarithm, gives the minimum between them.
+best and its neighbours, over the logarithm, gives the minimum between them.
 """
 
 import itertools
@@ -19,15 +19,16 @@ from tqdm.auto import tqdm
 from stochbn.averaging import check_logits
 from stochbn.batches import Call, call_on_item, check_loader, check_whole, describe, length
 from stochbn.distributions import Fitted, Tuning
-from stochbn.engine import Network
-from stochbn.seeding import member_seed
+from stochbn.engine import Network, warn_of_dropout
+from stochbn.seeding import member_seed, random_seed
 from stochbn.statistics import preserving_rng, unwrap
 from stochbn.uncertainty import class_indices
 
 SPREADS = tuple(2 ** (step / 2) for step in range(-2, 5))  # 0.5, 0.71, 1, …, 4
-MORE_SPREADS = tuple(2 ** (step / 2) for step in range(5, 9))  # 5.7, …, 16, tried if the NLL still falls at 4
+NARROWER = tuple(2 ** (step / 2) for step in range(-6, -2))  # 0.13, …, 0.35, tried if 0.5 is best
+WIDER = tuple(2 ** (step / 2) for step in range(5, 9))  # 5.7, …, 16, tried if 4 is best
 AROUND = tuple(2 ** (step / 2) for step in range(-2, 3))  # for one group of layers, times what all have
-TEMPERATURES = tuple(2 ** (step / 4) for step in range(-7, 8))  # 0.30, …, 1, …, 3.4
+TEMPERATURES = tuple(2 ** (step / 4) for step in range(-8, 13))  # 0.25, …, 1, …, 8
 
 Spread = float | Mapping[str, float]
 T = TypeVar("T", bound=Fitted | Sequence[Fitted])
@@ -41,7 +42,7 @@ def tune(
     temperature: bool = False,
     groups: int = 1,
     num_samples: int = 8,
-    seed: int = 0,
+    seed: int | None = 0,
     dropout: bool = False,
     call: Call | None = None,
     target: Callable[[Any], Tensor] | None = None,
@@ -50,7 +51,8 @@ def tune(
     """Chooses the spread, and a temperature if asked, that predict held-out labels best. No model is changed.
 
     A spread of k multiplies every deviation from the centre by k. The variances of batch statistics fall with the size
-    of the batch, so it stands for mini-batches k² times smaller than those of training.
+    of the batch, so it stands for mini-batches k² times smaller than those of training. The cost is that of 56 passes
+    over the data by default: 8 draws for each of 7 spreads.
 
     Args:
         model: A trained classifier, or several, which are then tuned together, to one spread and temperature.
@@ -60,7 +62,7 @@ def tune(
         groups: Into how many groups of successive layers the network is cut, each with a spread of its own; as many as
             there are layers for one each. They are chosen one after the other, in one more pass each.
         num_samples: Draws for each spread that is tried. The losses fall with more, the best spread hardly changes.
-        seed: Of the draws.
+        seed: Of the draws, as in `predict`.
         dropout: As in `predict`.
         call: As in `predict`.
         target: Returns the labels of a batch; by default they are the second of a tuple or list.
@@ -90,8 +92,13 @@ def tune(
                 f"Expected what stochbn.fit returned, got {type(member).__name__}. The order is "
                 "tune(model, stats, val_loader)."
             )
-    if len(members) != len(models):
-        raise ValueError(f"Expected one distribution a model, got {len(members)} for {len(models)} models.")
+        warn_of_dropout(member, dropout, stacklevel=3)
+    if not models or len(members) != len(models):
+        raise ValueError(
+            f"Expected models and a distribution for each, got {len(models)} and {len(members)}. Fit each model on its "
+            "own: [stochbn.fit(model, loader) for model in models]."
+        )
+    seed = random_seed() if seed is None else check_whole("seed", seed, -(2**63))
     check_loader(loader)
     groups, num_samples = check_whole("groups", groups, 1), check_whole("num_samples", num_samples, 2)
     names = list(members[0].layers)
@@ -113,10 +120,18 @@ def tune(
         progress=progress,
     )
     curve = held_out.try_spreads(SPREADS, "tune")
-    if _best(curve)[0] == SPREADS[-1]:
-        curve += held_out.try_spreads(MORE_SPREADS, "tune on")
+    if _best(curve)[0] == SPREADS[0]:
+        curve = held_out.try_spreads(NARROWER, "tune, narrower") + curve
+    elif _best(curve)[0] == SPREADS[-1]:
+        curve += held_out.try_spreads(WIDER, "tune, wider")
     spread, found = _best(curve)
-    if spread == MORE_SPREADS[-1]:
+    if spread == NARROWER[0]:
+        warnings.warn(
+            f"The NLL is lowest at {spread:g}, the smallest spread tried: on these data draws do not improve it. The "
+            "fitted spread may still tell strange inputs apart; tuning.curve has the NLL that it costs.",
+            stacklevel=2,
+        )
+    elif spread == WIDER[-1]:
         warnings.warn(
             f"The NLL is lowest at {spread:g}, the largest spread tried: draws far wider than mini-batches ever were. "
             "Check that the labels are those of the inputs.",
@@ -159,14 +174,16 @@ class _HeldOut:
             tqdm(total=length(self.loader), desc=title, unit="batch", disable=not self.progress, leave=False) as bar,
         ):
             for item in self.loader:
-                likelihoods = sum(self._likelihoods(network, item, len(spreads)) for network in networks)
-                assert isinstance(likelihoods, Tensor)
-                log_likelihoods = (likelihoods / len(networks)).clamp_min(torch.finfo(torch.float64).tiny).log()
-                total -= log_likelihoods.flatten(2).sum(2).cpu()
-                count += log_likelihoods[0, 0].numel()
+                labels = self._labels(item).to(networks[0].device)
+                for row in range(len(spreads)):
+                    total[row] += self._losses(networks, item, labels, row)
+                count += labels.numel()
                 bar.update()
         if not count:
-            raise ValueError("Expected at least one batch of held-out data, got an empty loader. Pass one with data.")
+            raise ValueError(
+                "Expected at least one batch of held-out data, got an empty loader, or one that can be read only once. "
+                "Pass a DataLoader or a list."
+            )
         return [
             (spread, *find_minimum(list(zip(self.temperatures, row.tolist(), strict=True))))
             for spread, row in zip(spreads, total / count, strict=True)
@@ -185,29 +202,44 @@ class _HeldOut:
         network.num_masks = self.num_samples
         return network
 
-    def _likelihoods(self, network: Network, item: Any, num_spreads: int) -> Tensor:
-        """Returns the mean p(y | x) over the draws, for each spread and temperature: (spreads, temperatures, N, *)."""
+    def _labels(self, item: Any) -> Tensor:
         labels = self.target(item)
         if not isinstance(labels, Tensor):
             raise TypeError(
                 f"Expected labels as a tensor, got {describe(labels)}. Pass target=, for example "
                 "target=lambda batch: batch['labels']."
             )
-        labels = labels.to(network.device)
-        mean = torch.zeros(
-            num_spreads, len(self.temperatures), *labels.shape, dtype=torch.float64, device=labels.device
-        )
-        first = 0
-        with network.active():
-            for outputs in network.run(item, None):  # (s, N, K, *)
-                check_logits(outputs)
-                index = class_indices(outputs[0], labels).expand(len(outputs), *[-1] * (outputs.dim() - 1))
-                rows = torch.arange(first, first + len(outputs), device=labels.device) // self.num_samples
-                for column, temperature in enumerate(self.temperatures):
-                    probs = (outputs.double() / temperature).log_softmax(2).gather(2, index).squeeze(2).exp()
-                    mean[:, column].index_add_(0, rows, probs)
-                first += len(outputs)
-        return mean / self.num_samples
+        return labels
+
+    def _losses(self, networks: list[Network], item: Any, labels: Tensor, row: int) -> Tensor:
+        """Returns the sum over a batch of −log of the mean p(y | x) over the draws of one spread, by temperature."""
+        mean = torch.zeros(len(self.temperatures), *labels.shape, device=labels.device)  # of p(y | x)
+        for network in networks:
+            with network.active():
+                for outputs in network.run(item, None, row * self.num_samples, (row + 1) * self.num_samples):
+                    outputs = outputs if outputs.dtype == torch.float64 else outputs.float()  # (s, N, K, *)
+                    self._check(outputs, row)
+                    index = class_indices(outputs[0], labels).expand(len(outputs), *[-1] * (outputs.dim() - 1))
+                    for column, temperature in enumerate(self.temperatures):
+                        probs = (outputs / temperature).softmax(2).gather(2, index).squeeze(2)
+                        mean[column] += probs.sum(0)
+        mean /= len(networks) * self.num_samples
+        return -mean.clamp_min_(torch.finfo(mean.dtype).tiny).log_().flatten(1).sum(1, dtype=torch.float64).cpu()
+
+    def _check(self, outputs: Tensor, row: int) -> None:
+        if outputs.dim() < 3 or outputs.shape[2] < 2:
+            raise ValueError(
+                f"Expected a classifier that returns (N, K, …) with K ≥ 2 classes, got {list(outputs.shape[1:])}. "
+                "Labels with a sigmoid each, and regression, cannot be tuned."
+            )
+        check_logits(outputs)
+        if not outputs.isfinite().all():
+            if row == 0:
+                raise ValueError(
+                    "Expected finite outputs, got NaN or Inf at the smallest spread. Check the held-out data, and the "
+                    "model's own output on them."
+                )
+            outputs.nan_to_num_(0.0, 0.0, 0.0)  # overflow of a spread too wide: as good as no answer
 
 
 def _second(item: Any) -> Any:
@@ -230,7 +262,7 @@ def _best(points: Sequence[tuple[float, float, float]]) -> tuple[float, float]:
 
 
 def find_minimum(points: Sequence[tuple[float, float]]) -> tuple[float, float]:
-    """Finds where a curve through points (x, y) is lowest, by a parabola over log x through the lowest three.
+    """Finds where a curve through points (x, y) is lowest: a parabola over log x through the lowest and its neighbours.
 
     Example:
         >>> x, y = find_minimum([(2**k, (k - 0.8) ** 2) for k in range(-2, 4)])

@@ -11,6 +11,7 @@ ORDER = [
     "publications",
     "embedded",
     "data",
+    "corruptions",
     "networks",
     "recipes",
     "checkpoints",
@@ -19,6 +20,7 @@ ORDER = [
     "inference",
     "diagnostics",
     "evaluate",
+    "study",
     "scores",
     "paper",
     "claims",
@@ -26,6 +28,7 @@ ORDER = [
     "figures",
     "diagnostic_figures",
     "report",
+    "study_report",
     "custom",
     "cli",
 ]

@@ -345,7 +345,7 @@ def tune(
     """
     from stochbn.experiments.custom import load_model, prepare_out, tune_data
 
-    prepare_out(out, checkpoint, data)
+    prepare_out(out, checkpoint, data, stats)
     model = load_model(factory, checkpoint, device, console)
     options: dict[str, Any] = {"temperature": temperature, "groups": groups, "num_samples": samples, "dropout": dropout}
     tune_data(model, stats, data, out, console, batch_size=batch_size, **options)
@@ -406,6 +406,9 @@ def _explain(error: Exception) -> str:
     text, _, of_the_library = text.partition(" Pass call= ")  # advice that has no option here
     if of_the_library:
         text += " Let the factory return a model that takes such batches."
+    text, _, of_the_library = text.partition(" Pass target=")
+    if of_the_library:
+        text += " Give the data labels: y in the file, or the second of what the data set yields."
     if isinstance(error, ImportError) and error.name in EXTRA:
         return f"{text}. {INSTALL}"
     foreseen = isinstance(error, (ValueError, TypeError, OSError, ImportError)) or hasattr(error, "format_message")

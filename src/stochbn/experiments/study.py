@@ -31,7 +31,7 @@ FORMAT = 1  # of the draws in the cache
 NUM_COMPARED = 3  # networks on which side issues are measured
 NUM_STRANGE = 5000  # out-of-domain images
 NUM_CORRUPTED = 200  # test images at each strength of each corruption
-NUM_EXACT = 500  # inputs of each part for exact inference
+NUM_EXACT = 200  # inputs of each part for exact inference
 VALIDATION_SAMPLES = 16  # enough to choose a temperature
 
 
