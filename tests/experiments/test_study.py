@@ -167,6 +167,7 @@ def test_distances_to_exact_inference(study: Study, results: dict[str, object]) 
     found = results["exact"]
     assert found["Empirical"]["num_networks"] == 3
     assert found["Empirical"]["total_variation_test"] == pytest.approx(np.mean(variations), rel=1e-3)
+    assert found["Exact (eq. 3)"]["nll"] != found["Empirical"]["nll"]
     assert found["Empirical"]["entropy_correlation"] == pytest.approx(np.mean(correlations), rel=1e-3)
     assert found["Exact (eq. 3)"]["total_variation_test"] == pytest.approx(np.mean(chance), rel=1e-3)
 

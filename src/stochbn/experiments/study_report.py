@@ -22,9 +22,9 @@ from stochbn.experiments.corruptions import CORRUPTIONS, STRENGTHS
 from stochbn.experiments.evaluate import provenance
 from stochbn.experiments.figures import BLUE, FULL, GREEN, ORANGE, PURPLE, STYLE, VERMILION, render
 from stochbn.experiments.predictions import PARTS, File
-from stochbn.experiments.scores import METRICS, Method, Output, Results, score
+from stochbn.experiments.scores import METRICS, Method, Output, Results, detect, score
 from stochbn.experiments.sources import write_atomically
-from stochbn.experiments.study import VARIANTS, Job, Study
+from stochbn.experiments.study import NUM_EXACT, VARIANTS, Job, Study
 from stochbn.experiments.tables import Grid, rounded, to_markdown
 from stochbn.tuning import TEMPERATURES, find_minimum
 
@@ -150,7 +150,7 @@ def measure(study: Study, files: dict[Job, File]) -> dict[str, Any]:
         "tuning": _list_tuning(files),
         "cost": {entry.name: entry.cost for entry in entries},
         "corruptions": corruptions,
-        "exact": measure_distances(files),
+        "exact": measure_distances(study, files),
     }
     found: dict[str, Any] = rounded(numbers)
     return found
@@ -176,12 +176,13 @@ def list_entries(study: Study, files: dict[Job, File]) -> list[Entry]:
     return entries
 
 
-def measure_distances(files: dict[Job, File]) -> dict[str, dict[str, float]]:
+def measure_distances(study: Study, files: dict[Job, File]) -> dict[str, dict[str, float]]:
     """Measures how far each method of one network is from exact inference on the same inputs.
 
     `total_variation` is ½ Σ |p − q| between the predictive means, the mean over inputs and networks, each from S draws;
     "Exact (eq. 3)" itself is one half of its mini-batches against the other, what chance alone makes.
-    `entropy_correlation` is Pearson's, over test and out-of-domain inputs together.
+    `entropy_correlation` is Pearson's, over test and out-of-domain inputs together. NLL and AUROC are on the same few
+    inputs, for exact inference from all its mini-batches.
     """
     found: dict[str, list[dict[str, float]]] = {}
     for job, file in files.items():
@@ -199,6 +200,8 @@ def measure_distances(files: dict[Job, File]) -> dict[str, dict[str, float]]:
             and other.variant.family != "exact"
             and other.variant.tuned != "ensemble"
         }
+        labels = study.splits["test"].labels[index["test"]]
+        whole = {part: (halves[0][part] + halves[1][part]) / 2 for part in PARTS}
         for name, probs in (others | {job.variant.name: halves[0]}).items():
             against = halves[1:] if name == job.variant.name else halves
             row = {
@@ -210,6 +213,10 @@ def measure_distances(files: dict[Job, File]) -> dict[str, dict[str, float]]:
             entropies = [
                 np.concatenate([stochbn.entropy(one[part]).numpy() for part in PARTS]) for one in (probs, *against)
             ]
+            scored = whole if name == job.variant.name else probs
+            row["nll"] = stochbn.nll(scored["test"], labels).item()
+            known, strange = (np.asarray(stochbn.entropy(scored[part])) for part in PARTS)
+            row["auroc_entropy"] = detect(known, strange)["auroc"]
             row["entropy_correlation"] = float(np.mean([np.corrcoef(entropies[0], e)[0, 1] for e in entropies[1:]]))
             found.setdefault(name, []).append(row)
     return {
@@ -327,13 +334,18 @@ def describe(results: dict[str, Any]) -> str:
         ],
     )
     exact = Grid(
-        ["Against exact inference", "total variation, test", "total variation, out of domain", "entropy correlation"],
+        [
+            *("Against exact inference", "total variation, test", "total variation, out of domain"),
+            *("entropy correlation", "NLL", "AUROC, entropy"),
+        ],
         [
             [
                 name,
                 f"{found['total_variation_test']:.4f}",
                 f"{found['total_variation_out_of_domain']:.4f}",
                 f"{found['entropy_correlation']:.3f}",
+                f"{found['nll']:.4f}",
+                f"{found['auroc_entropy']:.3f}",
             ]
             for name, found in results["exact"].items()
         ],
@@ -347,8 +359,9 @@ def describe(results: dict[str, Any]) -> str:
         f"{num['noise 1']} test images for each corruption and strength.",
         "Networks: the mean over networks scored one by one, ± the standard deviation over them; for an ensemble, over "
         "those that leave one member out. Spreads and temperatures are chosen on validation data, for each network.",
-        "Corruptions: the mean over rotation, noise and blur. Against exact inference: test and out-of-domain inputs "
-        "that exact inference was run on; its own row is what chance makes between two halves of its mini-batches.",
+        f"Corruptions: the mean over rotation, noise and blur. Against exact inference: {NUM_EXACT} test and as many "
+        "out-of-domain inputs for each of its networks; distances in its own row are what chance makes between two "
+        "halves of its mini-batches.",
     ]
     return "\n\n".join([*map(to_markdown, (quality, strange, harder, exact, cost)), *notes]) + "\n"
 
