@@ -14,6 +14,7 @@ import matplotlib
 import numpy as np
 import torch
 from matplotlib.figure import Figure
+from matplotlib.ticker import LogLocator
 from torch import Tensor
 
 import stochbn
@@ -23,8 +24,9 @@ from stochbn.experiments.evaluate import provenance
 from stochbn.experiments.figures import BLUE, FULL, GREEN, ORANGE, PURPLE, STYLE, VERMILION, render
 from stochbn.experiments.predictions import PARTS, File
 from stochbn.experiments.scores import METRICS, Method, Output, Results, detect, score
+from stochbn.experiments.scores import measure as score_outputs
 from stochbn.experiments.sources import write_atomically
-from stochbn.experiments.study import NUM_EXACT, VARIANTS, Job, Study
+from stochbn.experiments.study import NUM_COMPARED, NUM_EXACT, VARIANTS, Job, Study
 from stochbn.experiments.tables import Grid, rounded, to_markdown
 from stochbn.tuning import TEMPERATURES, find_minimum
 
@@ -36,6 +38,7 @@ ENSEMBLES = {
     "Deep Ensembles + empirical, conditioned, tuned": "Members of empirical, tuned",
 }
 TEMPERED = " + temperature"
+_SOME = (("nll", 1, 4), ("ece", 100, 2), ("entropy_out_of_domain", 1, 3), ("auroc_entropy", 1, 4))
 # Whose curves are drawn, and how.
 LOOKS: dict[str, dict[str, Any]] = {
     "One network": {"color": "#777777", "linewidth": 1.0},
@@ -143,6 +146,7 @@ def measure(study: Study, files: dict[Job, File]) -> dict[str, Any]:
                 "seeds": method.seeds,
                 "std_over": method.spread,
                 "scores": {key: asdict(found) for key, found in scores[name].items()},
+                "each": [score_outputs(output, study.splits["test"].labels) for output in method.outputs],
             }
             for name, method in methods.items()
         },
@@ -276,6 +280,17 @@ def describe(results: dict[str, Any]) -> str:
             return "—"
         return f"{found['value']:.{digits}f}" + ("" if found["std"] is None else f" ± {found['std']:.{digits}f}")
 
+    compared = Grid(
+        ["On the first networks alone", "NLL", "ECE, %", "Median entropy, out-of-domain", "AUROC, entropy"],
+        [
+            [
+                f"{name}, seeds {', '.join(map(str, results['methods'][name]['seeds'][:NUM_COMPARED]))}",
+                *(f"{factor * _mean_of_first(results, name, key):.{digits}f}" for key, factor, digits in _SOME),
+            ]
+            for name in methods
+            if name not in ENSEMBLES
+        ],
+    )
     quality = Grid(
         [
             "Method",
@@ -363,7 +378,11 @@ def describe(results: dict[str, Any]) -> str:
         "out-of-domain inputs for each of its networks; distances in its own row are what chance makes between two "
         "halves of its mini-batches.",
     ]
-    return "\n\n".join([*map(to_markdown, (quality, strange, harder, exact, cost)), *notes]) + "\n"
+    return "\n\n".join([*map(to_markdown, (quality, strange, compared, harder, exact, cost)), *notes]) + "\n"
+
+
+def _mean_of_first(results: dict[str, Any], name: str, key: str) -> float:
+    return float(np.mean([one[key] for one in results["methods"][name]["each"][:NUM_COMPARED]]))
 
 
 def _percent(results: dict[str, Any], method: str, key: str) -> str:
@@ -403,7 +422,7 @@ def draw_methods(results: dict[str, Any]) -> Figure:
     """Draws every method's NLL, ECE and AUROC, with its ± and, hollow, with a temperature."""
     names = [name for name in results["methods"] if not name.endswith(TEMPERED)][::-1]
     figure = Figure(figsize=(FULL, 0.5 + 0.21 * len(names)), layout="constrained")
-    panels = (("nll", "NLL", 1), ("ece", "ECE, %", 100), ("auroc_entropy", "AUROC, out of domain", 1))
+    panels = (("nll", "NLL", 1), ("ece", "ECE, %", 100), ("auroc_entropy", "AUROC", 1))
     for axes, (key, label, factor) in zip(figure.subplots(1, 3, sharey=True), panels, strict=True):
         for suffix, look in (("", {"marker": "o"}), (TEMPERED, {"marker": "o", "markerfacecolor": "white"})):
             found = [results["methods"][name + suffix]["scores"][key] for name in names]
@@ -430,7 +449,7 @@ def draw_methods(results: dict[str, Any]) -> Figure:
 @matplotlib.rc_context(STYLE)
 def draw_corruptions(results: dict[str, Any]) -> Figure:
     """Draws NLL and ECE against the strength of corruption, a column for each kind."""
-    figure = Figure(figsize=(FULL, 4.4), layout="constrained")
+    figure = Figure(figsize=(FULL, 4.8), layout="constrained")
     grid = figure.subplots(2, len(CORRUPTIONS), sharex=True, sharey="row")
     for column, kind in zip(grid.T, CORRUPTIONS, strict=True):
         for name, look in LOOKS.items():
@@ -442,13 +461,13 @@ def draw_corruptions(results: dict[str, Any]) -> Figure:
         column[1].set(xlabel="Strength", xticks=STRENGTHS)
     grid[0, 0].set_ylabel("NLL, nats")
     grid[1, 0].set_ylabel("ECE, %")
-    figure.legend(*grid[0, 0].get_legend_handles_labels(), loc="outside upper center", ncols=3)
+    figure.legend(*grid[0, 0].get_legend_handles_labels(), loc="outside upper center", ncols=2)
     return figure
 
 
 @matplotlib.rc_context(STYLE)
 def draw_tuning(results: dict[str, Any]) -> Figure:
-    """Draws the validation NLL against the spread for each family, the mean over networks, over that at spread 1."""
+    """Draws the validation NLL against the spread for each family: the mean over networks, ± one standard deviation."""
     figure = Figure(figsize=(FULL, 3.2), layout="constrained")
     axes = figure.subplots()
     colours = iter((GREEN, VERMILION, BLUE, ORANGE, PURPLE, "#777777"))
@@ -462,8 +481,10 @@ def draw_tuning(results: dict[str, Any]) -> Figure:
         if std is not None:
             axes.fill_between(curves[0, :, 0], mean - std, mean + std, color=colour, alpha=0.12, linewidth=0)
     axes.set(xscale="log", yscale="log", xlabel="Spread k", ylabel="Validation NLL, nats")
-    ticks = [0.5, 1, 2, 4, 8]
-    axes.set_xticks(ticks, [f"{tick:g}" for tick in ticks])
+    axes.xaxis.set_major_locator(LogLocator(base=2))
+    axes.xaxis.set_major_formatter("{x:g}")
+    axes.yaxis.set_major_locator(LogLocator(subs=(1, 2, 3, 5)))
+    axes.yaxis.set_major_formatter("{x:g}")
     axes.minorticks_off()
     axes.legend()
     return figure
