@@ -1,5 +1,6 @@
 """One trained network → its distribution and its predictions, on whole splits."""
 
+import warnings
 from collections.abc import Iterator, Sequence
 from typing import Any
 
@@ -82,15 +83,17 @@ def tune(
 ) -> Any:
     """Chooses the spread of one distribution, or of several together, on validation data; with draws of its own."""
     inputs = input_batches(validation)
-    return stochbn.tune(
-        network,
-        stats,
-        list(zip(inputs, validation.labels.split(_INFERENCE_BATCH), strict=True)),
-        groups=groups,
-        seed=derive_seed(member_seed(DRAW_SEED, seed), "tune"),
-        dropout=dropout,
-        progress=progress,
-    )
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", message="The NLL is lowest at")  # the end of a curve is a result too
+        return stochbn.tune(
+            network,
+            stats,
+            list(zip(inputs, validation.labels.split(_INFERENCE_BATCH), strict=True)),
+            groups=groups,
+            seed=derive_seed(member_seed(DRAW_SEED, seed), "tune"),
+            dropout=dropout,
+            progress=progress,
+        )
 
 
 def predict(

@@ -474,12 +474,13 @@ def draw_tuning(results: dict[str, Any]) -> Figure:
     for name, found in results["tuning"].items():
         if name.startswith(("Members", "Dropout")) or name.endswith("by layer"):
             continue
-        curves = np.array([one["curve"] for one in found])  # (networks, spreads, 3)
-        mean, std = curves[:, :, 2].mean(0), curves[:, :, 2].std(0, ddof=1) if len(curves) > 1 else None
+        curves = [{spread: loss for spread, _, loss in one["curve"]} for one in found]
+        spreads = sorted(set.intersection(*map(set, curves)))  # a search may have gone on for some networks
+        losses = np.array([[curve[spread] for spread in spreads] for curve in curves])
+        mean, std = losses.mean(0), losses.std(0, ddof=1) if len(losses) > 1 else np.zeros(len(spreads))
         colour = next(colours)
-        axes.plot(curves[0, :, 0], mean, marker="o", color=colour, label=name.removesuffix(", tuned"))
-        if std is not None:
-            axes.fill_between(curves[0, :, 0], mean - std, mean + std, color=colour, alpha=0.12, linewidth=0)
+        axes.plot(spreads, mean, marker="o", color=colour, label=name.removesuffix(", tuned"))
+        axes.fill_between(spreads, mean - std, mean + std, color=colour, alpha=0.12, linewidth=0)
     axes.set(xscale="log", yscale="log", xlabel="Spread k", ylabel="Validation NLL, nats")
     axes.xaxis.set_major_locator(LogLocator(base=2))
     axes.xaxis.set_major_formatter("{x:g}")
