@@ -215,5 +215,5 @@ def line(name: str) -> dict[str, Any]:
 def _add_legend(figure: Figure, *axes: Axes) -> None:
     """Adds one legend for all axes, above them."""
     handles = {label: handle for ax in axes for handle, label in zip(*ax.get_legend_handles_labels(), strict=True)}
-    columns = max(1, math.ceil(len(handles) / 2)) if len(handles) > 2 else len(handles)
+    columns = min(3, math.ceil(len(handles) / 2)) if len(handles) > 2 else len(handles)
     figure.legend(list(handles.values()), list(handles), loc="outside upper center", ncols=columns)
