@@ -1,7 +1,7 @@
 """Networks and data that the tests share."""
 
 import copy
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 
 import pytest
 import torch
@@ -35,14 +35,17 @@ def calibrate(model: nn.Module, batches: Iterable[Tensor]) -> nn.Module:
     return model.eval()
 
 
-def naive(model: nn.Module, draws: stochbn.Draws, x: Tensor) -> Tensor:
-    """The oracle: one deep copy of the model a draw, its buffers overwritten. (S, N, K)"""
+def naive(
+    model: nn.Module, draws: stochbn.Draws, x: Tensor, change: Callable[[nn.Module], None] = lambda network: None
+) -> Tensor:
+    """The oracle: one deep copy of the model a draw, its buffers overwritten, then changed. (S, N, K)"""
     outputs = []
     for index in range(len(draws)):
         network = copy.deepcopy(model).eval()
         for name, buffer in network.named_buffers():
             if name in draws.buffers:
                 buffer.copy_(draws.buffers[name][index])
+        change(network)
         outputs.append(network(x.clone()).detach().softmax(1))
     return torch.stack(outputs)
 

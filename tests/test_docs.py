@@ -47,9 +47,9 @@ def test_links_between_pages_lead_somewhere(page: Path) -> None:
 
 def test_names_in_the_method_page_exist() -> None:
     import stochbn
-    from stochbn import averaging, batches, distributions, exact, moments, statistics
+    from stochbn import averaging, batches, distributions, draws, exact, moments, statistics
 
-    rooms = (stochbn, averaging, batches, distributions, exact, moments, statistics)
+    rooms = (stochbn, averaging, batches, distributions, draws, exact, moments, statistics)
     text = (ROOT / "docs" / "method.md").read_text().split("## What we decided")[0]
     found = re.findall(r"`(?:[a-z]+\.)?([A-Za-z_]{3,})(?:\.([a-z_]+))?[`(\[]", text)
     missing = [name for name, _ in found if not any(hasattr(room, name) for room in rooms)]

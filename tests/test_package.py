@@ -16,6 +16,7 @@ ORDER = [
     "statistics",
     "storage",
     "moments",
+    "draws",
     "distributions",
     "families",
     "fitting",

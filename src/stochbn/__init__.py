@@ -6,7 +6,8 @@ pred.probs, pred.entropy
 """
 
 from stochbn.averaging import Prediction
-from stochbn.distributions import Draws, Factorized, Fitted, StatisticsDistribution, Tuning
+from stochbn.distributions import Factorized, Fitted, StatisticsDistribution, Tuning
+from stochbn.draws import Draws
 from stochbn.exact import LowerBound, exact_predict, lower_bound
 from stochbn.families import Empirical, LowRank, load
 from stochbn.fitting import fit

@@ -8,6 +8,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.overrides import TorchFunctionMode
 
+from stochbn.batches import widen
 from stochbn.sharing import Recording
 from stochbn.statistics import LAYOUT_DEPENDENT, BatchNormCall, buffer_names
 
@@ -27,7 +28,7 @@ def fold(layers: Mapping[str, Any], buffers: Mapping[str, Tensor]) -> dict[str, 
     for name, layer in layers.items():
         mean_name, var_name = (f"model.{buffer}" for buffer in buffer_names(name))
         if mean_name in buffers:
-            mean, var = (b if b.dtype == torch.float64 else b.float() for b in (buffers[mean_name], buffers[var_name]))
+            mean, var = widen(buffers[mean_name]), widen(buffers[var_name])
             scale = (var + layer.eps).rsqrt() * (1.0 if layer.weight is None else layer.weight)
             shift = -mean * scale + (0.0 if layer.bias is None else layer.bias)
             space = (1,) * _SPACE.get(type(layer), 0)  # as the layer's input most likely has it
@@ -75,7 +76,7 @@ def normalise_with(call: BatchNormCall, condition: Condition) -> Tensor:
             f"Expected a BatchNorm layer to get a multiple of {num_inputs} inputs, one or more rows each, got "
             f"{x.shape[0]}: the model regroups its batch. Fit with conditioned=False."
         )
-    wide = x if x.dtype == torch.float64 else x.float()
+    wide = widen(x)
     parts = wide.unflatten(0, (num_inputs, -1))  # (N, T, C, *)
     own_var, own_mean = torch.var_mean(parts, (1, *range(3, parts.dim())), correction=0)  # (N, C)
     distance = own_mean - mean

@@ -7,6 +7,7 @@ from typing import Any, Literal
 import torch
 from torch import Tensor
 
+from stochbn.batches import widen
 from stochbn.moments import Moments
 from stochbn.uncertainty import entropy, entropy_terms
 
@@ -160,7 +161,7 @@ def _entropy(probs: Tensor, link: Link) -> Tensor:
 
 def apply_link(outputs: Tensor, link: Link, temperature: float = 1.0) -> Tensor:
     """Turns raw outputs (S, N, …) into what is averaged, in float32 or better. Regression has no temperature."""
-    outputs = outputs if outputs.dtype == torch.float64 else outputs.float()
+    outputs = widen(outputs)
     if link == "identity":
         return outputs
     if link == "sigmoid":

@@ -93,6 +93,11 @@ def has_rows(leaf: Any, count: int) -> bool:
     return isinstance(leaf, (tuple, list)) and len(leaf) == count
 
 
+def widen(x: Tensor) -> Tensor:
+    """Returns a tensor in float32 or better."""
+    return x if x.dtype == torch.float64 else x.float()
+
+
 def device_of(model: nn.Module) -> torch.device:
     """Finds where a model lives: the device of its first parameter or buffer, else the CPU."""
     for tensors in (model.parameters(), model.buffers()):

@@ -32,7 +32,8 @@ from stochbn.batches import (
     tensors_in,
 )
 from stochbn.compilation import CompiledPass, compiled_pass, fingerprint
-from stochbn.distributions import Draws, Fitted, StatisticsDistribution
+from stochbn.distributions import Fitted, StatisticsDistribution
+from stochbn.draws import Draws
 from stochbn.dropout import DropoutMasks, dropout_masks
 from stochbn.sharing import Recording
 from stochbn.statistics import (
@@ -94,6 +95,7 @@ class Network:
         seed: int,
         dropout: bool,
         compiles: bool = False,
+        num_masks: int | None = None,
     ) -> None:
         self.model = model
         self.call = call
@@ -110,7 +112,7 @@ class Network:
         self.bytes_a_draw = _BYTES.setdefault(model, {})  # by the shapes of a batch
         self.conditioned_on: int | None = None  # M, if inputs are counted into the mini-batches that normalise them
         self.temperature = 1.0
-        self.num_masks: int | None = None  # after so many draws, dropout's masks begin anew
+        self.num_masks = num_masks  # after so many draws, dropout's masks begin anew
         self.block: tuple[range, dict[str, Tensor], dict[str, Affine]] = (range(0), {}, {})  # the draws at hand
         self.layers: dict[str, Any] = {} if source is None else dict(all_batch_norms(model))
         self.weights: dict[str, Tensor] | None = None

@@ -107,7 +107,9 @@ def fit(
             check_whole(name, value, least)
     collector = FAMILIES[family][1]
     if size is not None and collector is None:
-        raise ValueError(f"Expected size= with the families 'lowrank' and 'empirical', got it with {family!r}.")
+        raise ValueError(
+            f"Expected size= with the families 'lowrank' and 'empirical', got it with {family!r}. Leave it out."
+        )
     if tolerance is not None and not tolerance > 0:
         raise ValueError(f"Expected a tolerance above 0, got {tolerance}. Pass 0.01, say, or leave it out.")
     model = unwrap(model)

@@ -9,7 +9,8 @@ from tqdm.auto import tqdm
 from stochbn.adaptive import MAX_DRAWS, predict_adaptively
 from stochbn.averaging import Average, Link, Prediction, join
 from stochbn.batches import Call, call_on_inputs, call_on_item, check_loader, check_whole, length
-from stochbn.distributions import Draws, StatisticsDistribution
+from stochbn.distributions import StatisticsDistribution
+from stochbn.draws import Draws
 from stochbn.engine import Network, Source
 from stochbn.seeding import member_seed, random_seed
 from stochbn.statistics import preserving_rng, unwrap

@@ -19,7 +19,7 @@ from torch.nn.modules.batchnorm import _BatchNorm
 from torch.nn.modules.dropout import _DropoutNd
 from torch.overrides import TorchFunctionMode
 
-from stochbn.batches import listing
+from stochbn.batches import listing, widen
 
 Layers = Iterable[str] | Callable[[str, nn.Module], bool] | None
 
@@ -97,7 +97,7 @@ def batch_moments(x: Tensor, groups: int = 1) -> tuple[Tensor, Tensor]:
         (tensor([ 2., 10.]), tensor([1., 0.]))
     """
     x = x.unflatten(0, (groups, -1))  # (G, M, C, *)
-    x = x if x.dtype == torch.float64 else x.float()
+    x = widen(x)
     variance, mean = torch.var_mean(x, dim=[1, *range(3, x.dim())], correction=0)
     return mean, variance
 
@@ -128,7 +128,7 @@ def normalise(
         >>> mean.flatten(), log_variance.exp().round(decimals=4).flatten()
         (tensor([ 2., 10.]), tensor([2., 1.]))
     """
-    wide = x if x.dtype == torch.float64 else x.float()
+    wide = widen(x)
     weight, bias = (None if p is None else p.to(wide.dtype) for p in (weight, bias))
     # Training's own kernel, which computes the statistics and applies them at once.
     parts = [torch.native_batch_norm(part, weight, bias, None, None, True, 0.0, eps) for part in wide.chunk(groups)]

@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from tqdm.auto import tqdm
 
 from stochbn.averaging import check_logits
-from stochbn.batches import Call, call_on_item, check_loader, check_whole, describe, length
+from stochbn.batches import Call, call_on_item, check_loader, check_whole, describe, length, widen
 from stochbn.distributions import Fitted, Tuning
 from stochbn.engine import Network, warn_of_dropout
 from stochbn.seeding import member_seed, random_seed
@@ -29,6 +29,8 @@ NARROWER = tuple(2 ** (step / 2) for step in range(-6, -2))  # 0.13, …, 0.35, 
 WIDER = tuple(2 ** (step / 2) for step in range(5, 9))  # 5.7, …, 16, tried if 4 is best
 AROUND = tuple(2 ** (step / 2) for step in range(-2, 3))  # for one group of layers, times what all have
 TEMPERATURES = tuple(2 ** (step / 4) for step in range(-8, 13))  # 0.25, …, 1, …, 8
+
+_TARGET = "Pass target=, for example target=lambda batch: batch['labels']."
 
 Spread = float | Mapping[str, float]
 T = TypeVar("T", bound=Fitted | Sequence[Fitted])
@@ -197,19 +199,20 @@ class _HeldOut:
         draws = replace(
             parts[0], buffers={name: torch.cat([part.buffers[name] for part in parts]) for name in parts[0].buffers}
         )
-        network = Network(
-            self.models[number], self.call, draws, num_samples=len(draws), seed=seed, dropout=self.dropout
+        return Network(
+            self.models[number],
+            self.call,
+            draws,
+            num_samples=len(draws),
+            seed=seed,
+            dropout=self.dropout,
+            num_masks=self.num_samples,
         )
-        network.num_masks = self.num_samples
-        return network
 
     def _labels(self, item: Any) -> Tensor:
         labels = self.target(item)
         if not isinstance(labels, Tensor):
-            raise TypeError(
-                f"Expected labels as a tensor, got {describe(labels)}. Pass target=, for example "
-                "target=lambda batch: batch['labels']."
-            )
+            raise TypeError(f"Expected labels as a tensor, got {describe(labels)}. {_TARGET}")
         return labels
 
     def _losses(self, networks: list[Network], item: Any, labels: Tensor, row: int) -> Tensor:
@@ -218,7 +221,7 @@ class _HeldOut:
         for network in networks:
             with network.active():
                 for outputs in network.run(item, None, row * self.num_samples, (row + 1) * self.num_samples):
-                    outputs = outputs if outputs.dtype == torch.float64 else outputs.float()  # (s, N, K, *)
+                    outputs = widen(outputs)  # (s, N, K, *)
                     self._check(outputs, row)
                     index = class_indices(outputs[0], labels).expand(len(outputs), *[-1] * (outputs.dim() - 1))
                     for column, temperature in enumerate(self.temperatures):
@@ -246,10 +249,7 @@ class _HeldOut:
 def _second(item: Any) -> Any:
     if isinstance(item, (tuple, list)) and len(item) > 1:
         return item[1]
-    raise TypeError(
-        f"Expected batches (x, y) with labels, got {describe(item)}. Pass target=, for example "
-        "target=lambda batch: batch['labels']."
-    )
+    raise TypeError(f"Expected batches (x, y) with labels, got {describe(item)}. {_TARGET}")
 
 
 def _best(points: Sequence[tuple[float, float, float]]) -> tuple[float, float]:

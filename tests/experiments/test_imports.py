@@ -28,6 +28,7 @@ ORDER = [
     "figures",
     "diagnostic_figures",
     "report",
+    "study_scores",
     "study_report",
     "custom",
     "cli",

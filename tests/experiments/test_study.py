@@ -20,7 +20,8 @@ from stochbn.experiments.inference import fit, input_batches
 from stochbn.experiments.predictions import File
 from stochbn.experiments.recipes import RECIPES, Experiment
 from stochbn.experiments.study import VARIANTS, Study, take_apart
-from stochbn.experiments.study_report import ENSEMBLES, TEMPERED, Draws, write_study
+from stochbn.experiments.study_report import write_study
+from stochbn.experiments.study_scores import ENSEMBLES, TEMPERED, Draws, measure_study, read_draws
 from stochbn.experiments.train import train
 
 PLAIN = replace(RECIPES["digits"], name="tiny", epochs=2, width=0.1)
@@ -38,7 +39,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
             train(recipe, seed, console=quiet())
         study = Study(TINY, num_samples=6, console=quiet())
         study.draw()
-        write_study(study, folder)
+        write_study(measure_study(study, read_draws(study)), folder, quiet())
     return folder
 
 

@@ -284,12 +284,14 @@ def study(
     chosen = _choose(EXPERIMENTS, experiment, "experiment")
     from stochbn.experiments.study import Study
     from stochbn.experiments.study_report import write_study
+    from stochbn.experiments.study_scores import measure_study, read_draws
 
     torch.set_num_threads(threads or torch.get_num_threads())
     console.rule(f"Study {experiment}")
     plan = Study(chosen, num_samples=samples, data=data, compiles=compile, console=console)
     plan.draw()
-    _say(f"Wrote {write_study(plan, out or Path('results', 'beyond', experiment))}")
+    results = measure_study(plan, read_draws(plan))
+    _say(f"Wrote {write_study(results, out or Path('results', 'beyond', experiment), console)}")
 
 
 @app.command()

@@ -185,13 +185,12 @@ class Study:
 
     def _samples(self, network: nn.Module, stats: stochbn.Fitted | None, split: Split, job: Job) -> Tensor:
         """Returns the log-probabilities of each draw, (S, N, K) in float16."""
+        validates = split is self.splits["validation"]
         found = stochbn.predict(
             network,
             stats,
             input_batches(split),
-            num_samples=min(VALIDATION_SAMPLES, self.num_samples)
-            if split is self.splits["validation"]
-            else self.num_samples,
+            num_samples=min(VALIDATION_SAMPLES, self.num_samples) if validates else self.num_samples,
             seed=member_seed(DRAW_SEED, job.seed),
             link="identity",
             dropout=job.variant.dropout,
@@ -228,9 +227,7 @@ class Study:
             return None
         if variant.tuned == "ensemble":
             return self.tuned_ensemble(variant)[self._members(job).index(job)]
-        stats: stochbn.Fitted = replace(
-            self.fitted(job.recipe, job.seed, variant.family), conditioned=variant.conditioned
-        )
+        stats = self._untuned(job)
         if variant.apart:
             assert isinstance(stats, stochbn.Empirical)
             stats = take_apart(stats, variant.apart)
@@ -250,11 +247,12 @@ class Study:
     def _tuned_ensemble(self, variant: Variant) -> list[stochbn.Fitted]:
         members = self._members(Job(variant, self.experiment.recipe, 0))
         networks = [self.network(member.recipe, member.seed) for member in members]
-        stats = [
-            replace(self.fitted(member.recipe, member.seed, variant.family), conditioned=variant.conditioned)
-            for member in members
-        ]
+        stats = [self._untuned(member) for member in members]
         return list(tune(networks, stats, self.splits["validation"], progress=self.console.is_terminal))
+
+    def _untuned(self, job: Job) -> stochbn.Fitted:
+        fitted = self.fitted(job.recipe, job.seed, job.variant.family)
+        return replace(fitted, conditioned=job.variant.conditioned)
 
     def _members(self, job: Job) -> list[Job]:
         return [other for other in self.jobs if other.variant == job.variant]

@@ -39,10 +39,10 @@ def table_1(results: Results, scores: Scores, papers: Papers) -> Grid:
     for name, method in results.methods.items():
         row = [name, f"{len(method.seeds)}{' together' if name.startswith('Deep') else ''}"]
         for metric in metrics:
-            row.append(_text(scores[name].get(metric.key), metric.digits))
+            row.append(score_text(scores[name].get(metric.key), metric.digits))
             theirs = papers.get(name, {}).get(metric.key)
             if papers:
-                row += [_text(theirs, 3 if metric.key == "nll" else 2), theirs.verdict if theirs else "—"]
+                row += [score_text(theirs, 3 if metric.key == "nll" else 2), theirs.verdict if theirs else "—"]
         rows.append(row)
     return Grid(header, rows)
 
@@ -53,7 +53,7 @@ def table_2(scores: Scores) -> Grid:
     rows, best = [], set()
     for metric in metrics:
         found = [row.get(metric.key) for row in scores.values()]
-        rows.append([metric.label, *(_text(one, metric.digits) for one in found)])
+        rows.append([metric.label, *(score_text(one, metric.digits) for one in found)])
         values = [round(one.value, metric.digits) for one in found if one]
         if metric.better:
             target = min(values) if metric.better == "lower" else max(values)
@@ -149,10 +149,10 @@ def print_tables(
     for label in columns.values():
         table.add_column(label)
     for name, row in scores.items():
-        table.add_row(name, *(_text(row[key], digits[key][0]) for key in columns))
+        table.add_row(name, *(score_text(row[key], digits[key][0]) for key in columns))
         if papers.get(name):
             table.add_row(
-                "  paper", *(_text(papers[name].get(key), digits[key][1], "") for key in columns), style="dim"
+                "  paper", *(score_text(papers[name].get(key), digits[key][1], "") for key in columns), style="dim"
             )
     console.print(table)
     colours = {True: "green", False: "red", None: "yellow"}
@@ -183,7 +183,8 @@ def _terminal_table(title: str, *columns: str) -> Table:
     return table
 
 
-def _text(found: Score | PaperScore | None, digits: int, missing: str = "—") -> str:
+def score_text(found: Score | PaperScore | None, digits: int, missing: str = "—") -> str:
+    """Writes a number and, where there is one, its ±."""
     if found is None:
         return missing
     return f"{found.value:.{digits}f}" + ("" if found.std is None else f" ± {found.std:.{digits}f}")
