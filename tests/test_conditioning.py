@@ -11,7 +11,7 @@ from torch.nn import functional as F
 
 import stochbn
 from conftest import NormAct, calibrate, naive
-from stochbn.affine import Condition, normalise_with
+from stochbn.affine import normalise_with
 from stochbn.statistics import BatchNormCall, _BatchNorm
 
 
@@ -32,14 +32,16 @@ def test_equals_a_mini_batch_with_the_input_in_it(shape: tuple[int, ...]) -> Non
     expected = torch.cat(
         [F.batch_norm(torch.cat([one[None], others]), None, None, weight, bias, True, 0.0, 1e-3)[:1] for one in x]
     )
-    actual = normalise_with(BatchNormCall(x, mean, var, weight, bias, False, 0.1, 1e-3), Condition(9, 6))
+    actual = normalise_with(
+        BatchNormCall(x, mean, var, weight, bias, False, 0.1, 1e-3), torch.tensor(1 / 9, dtype=torch.float64), 6
+    )
     torch.testing.assert_close(actual, expected, rtol=1e-12, atol=1e-12)
 
 
 def test_of_many_one_does_not_count() -> None:
     x, mean, var = torch.randn(6, 3, 4), torch.randn(3), torch.rand(3) + 0.1
     call = BatchNormCall(x, mean, var)
-    torch.testing.assert_close(normalise_with(call, Condition(10**7, 6)), F.batch_norm(*call), rtol=1e-4, atol=1e-4)
+    torch.testing.assert_close(normalise_with(call, torch.tensor(0.0), 6), F.batch_norm(*call), rtol=1e-4, atol=1e-5)
 
 
 class Conditioned(nn.Module):
@@ -117,6 +119,41 @@ def test_it_is_closer_to_exact_inference(model: nn.Module, batches: list[Tensor]
         for flag in (False, True)
     )
     assert together < apart / 2
+
+
+def test_the_part_of_an_input_follows_the_spread(stats: stochbn.Fitted) -> None:
+    stats = replace(stats, conditioned=True)
+    first, *_, last = stats.layers
+
+    def shares(stats: stochbn.Fitted, **options: float) -> list[float]:
+        drawn = stats.sample(3, seed=0, **options)[1:].shares
+        assert drawn.keys() == stats.layers.keys()
+        assert all(len(share) == 2 and share[0] == share[1] for share in drawn.values())
+        return [drawn[first][0].item(), drawn[last][0].item()]
+
+    assert shares(stats) == [1 / 16, 1 / 16]
+    assert shares(stats, spread=2) == [1 / 4, 1 / 4]
+    assert shares(stats, spread=8) == [1 / 2, 1 / 2]  # a mini-batch has two at least
+    by_layer = dict.fromkeys(stats.layers, 1.0) | {last: 1.5}
+    assert shares(replace(stats, tuning=stochbn.Tuning(by_layer)), spread=2) == [1 / 4, 1 / 2]
+
+
+def test_without_spread_no_input_counts(model: nn.Module, stats: stochbn.Fitted, x: Tensor) -> None:
+    centre, conditioned = (replace(stats, conditioned=flag).sample(1, spread=0, seed=0) for flag in (False, True))
+    torch.testing.assert_close(
+        stochbn.predict(model, conditioned, x).probs, stochbn.predict(model, centre, x).probs, rtol=1e-4, atol=1e-6
+    )
+
+
+@pytest.mark.filterwarnings("ignore:The NLL is lowest")
+def test_each_spread_that_is_tried_counts_inputs_its_own_way(
+    model: nn.Module, stats: stochbn.Fitted, x: Tensor
+) -> None:
+    stats, labels = replace(stats, conditioned=True), torch.arange(len(x)) % 3
+    tuned = stochbn.tune(model, stats, [(x, labels)], progress=False)
+    for spread, _, loss in tuned.tuning.curve[:3]:
+        probs = stochbn.predict(model, stats.sample(8, spread=spread, seed=0), x).probs
+        assert loss == pytest.approx(stochbn.nll(probs, labels).item(), rel=1e-4)
 
 
 def test_gradients_reach_the_input(model: nn.Module, stats: stochbn.Fitted, x: Tensor) -> None:

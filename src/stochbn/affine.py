@@ -1,7 +1,7 @@
 """BatchNorm with drawn statistics is an affine map: folded ahead for all draws, applied where torch would normalise."""
 
 from collections.abc import Mapping
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -43,31 +43,25 @@ def _average_pool(input: Tensor, output_size: Any) -> Tensor:  # noqa: A002, the
     return F.adaptive_avg_pool2d(input, output_size)
 
 
-class Condition(NamedTuple):
-    """Says that each input is one of the mini-batch that normalises it: M, and how many inputs there are."""
+def normalise_with(call: BatchNormCall, share: Tensor, num_inputs: int) -> Tensor:
+    """Normalises each input by a mini-batch of which it is one: partly by the given statistics, partly by its own.
 
-    batch_size: int
-    num_inputs: int
-
-
-def normalise_with(call: BatchNormCall, condition: Condition) -> Tensor:
-    """Normalises each input by a mini-batch of which it is one: M − 1 parts the given statistics, one part its own.
-
-    Eq. 2 has x in its batch B. With x̄ and v the mean and variance of the input's own values in a channel, μ(B) is
-    ((M − 1) μ + x̄) / M; the second moment likewise, which gives σ²(B) = ((M − 1) (σ² + (x̄ − μ)² / M) + v) / M.
+    Eq. 2 has x in its batch B, of which it is the part w = 1 / M. With x̄ and v the mean and variance of the input's own
+    values in a channel, μ(B) is (1 − w) μ + w x̄; the second moment likewise, which gives
+    σ²(B) = (1 − w) (σ² + w (x̄ − μ)²) + w v.
 
     Args:
         call: With x, (N, C, *), or (N · T, C, *) of a model that folds T parts of an input into the batch; and the
             statistics μ and σ² of a mini-batch as `running_mean` and `running_var`, (C,).
-        condition: M and N.
+        share: w, a scalar.
+        num_inputs: N.
 
     Example:
         >>> x = torch.tensor([[[1.0, 5.0]]])
         >>> call = BatchNormCall(x, torch.tensor([0.0]), torch.tensor([1.0]), eps=0.0)
-        >>> torch.allclose(normalise_with(call, Condition(2, 1)), (x - 1.5) / (0.5 * (1 + 3**2 / 2 + 4)) ** 0.5)
+        >>> torch.allclose(normalise_with(call, torch.tensor(0.5), 1), (x - 1.5) / (0.5 * (1 + 3**2 / 2 + 4)) ** 0.5)
         True
     """
-    size, num_inputs = condition
     x, mean, var = call.input, call.running_mean, call.running_var
     assert mean is not None
     assert var is not None
@@ -77,40 +71,45 @@ def normalise_with(call: BatchNormCall, condition: Condition) -> Tensor:
             f"{x.shape[0]}: the model regroups its batch. Fit with conditioned=False."
         )
     wide = widen(x)
+    share = share.to(wide.dtype)
     parts = wide.unflatten(0, (num_inputs, -1))  # (N, T, C, *)
     own_var, own_mean = torch.var_mean(parts, (1, *range(3, parts.dim())), correction=0)  # (N, C)
     distance = own_mean - mean
-    scale = ((size - 1) * (var + distance.square() / size) + own_var).div(size).add(call.eps).rsqrt()
+    scale = ((1 - share) * (var + share * distance.square()) + share * own_var).add(call.eps).rsqrt()
     if call.weight is not None:
         scale = scale * call.weight
-    shift = -(mean + distance / size) * scale
+    shift = -(mean + share * distance) * scale
     if call.bias is not None:
         shift = shift + call.bias
     scale, shift = (values.view(num_inputs, 1, -1, *(1 for _ in x.shape[2:])) for values in (scale, shift))
     return torch.addcmul(shift, parts, scale).flatten(0, 1).to(x.dtype)
 
 
+# A drawn layer, its affine map, and what part of the mini-batch each input is itself; None if it is not counted.
+DrawnLayer = tuple[nn.Module, Affine, Tensor | None]
+
+
 class DrawnNormalization(TorchFunctionMode):
     """Context of a pass: answers torch's `batch_norm` by a drawn layer's affine map, and shares what it can.
 
     Args:
-        layers: `{id of a drawn running mean: (layer, affine)}`.
+        layers: By the id of the drawn running mean.
         recording: Of the passes over this batch, if they may share.
-        condition: If an input is to be counted into the mini-batch that normalises it.
+        num_inputs: N, where inputs are counted into the mini-batches that normalise them.
         stacked: Whether the pass is under `vmap`, where not all can be had.
     """
 
     def __init__(
         self,
-        layers: dict[int, tuple[nn.Module, Affine]],
+        layers: dict[int, DrawnLayer],
         recording: Recording | None = None,
-        condition: Condition | None = None,
+        num_inputs: int = 0,
         stacked: bool = True,
     ) -> None:
         super().__init__()
         self.layers = layers
         self.recording = recording
-        self.condition = condition
+        self.num_inputs = num_inputs
         self.stacked = stacked
         self.most_bytes = 0  # of what a draw normalises at once
 
@@ -132,16 +131,16 @@ class DrawnNormalization(TorchFunctionMode):
     def _normalise(self, call: BatchNormCall) -> Tensor:
         x = call.input
         self.most_bytes = max(self.most_bytes, x.numel() * x.element_size())
-        layer, affine = self.layers.get(id(call.running_mean), (None, None))
+        layer, affine, share = self.layers.get(id(call.running_mean), (None, None, None))
         # A class of its own may pass other parameters than the layer's, for which nothing was folded.
         plain = layer is not None and call.weight is layer.weight and call.bias is layer.bias and call.eps == layer.eps
-        if affine is None or call.training or not (plain or self.condition):
+        if affine is None or call.training or not (plain or share is not None):
             output: Tensor = self._call(F.batch_norm, tuple(call), {})
             return output
         if self.recording is not None:
             self.recording.stop(x)
-        if self.condition is not None:
-            return normalise_with(call, self.condition)
+        if share is not None:
+            return normalise_with(call, share, self.num_inputs)
         scale, shift = affine
         if scale.dim() != x.dim() - 1:
             scale, shift = (values.view(-1, *(1 for _ in x.shape[2:])) for values in affine)

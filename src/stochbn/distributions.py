@@ -99,7 +99,8 @@ class Fitted(StatisticsDistribution):
         num_batches: How many there were.
         excluded: BatchNorm layers of the model that it leaves to their running statistics.
         dropout: Whether dropout was active.
-        conditioned: Whether each input is counted into the mini-batch that normalises it, as eq. 2 has it.
+        conditioned: Whether each input is counted into the mini-batch that normalises it, as eq. 2 has it: one of M;
+            with a spread of k one of M / k², the mini-batch that such a spread stands for.
         tuning: What `stochbn.tune` chose, if it was called.
     """
 
@@ -150,7 +151,13 @@ class Fitted(StatisticsDistribution):
         seed = random_seed() if seed is None else check_whole("seed", seed, -(2**63))
         first = check_whole("first", first, 0)
         tuning = self.tuning or Tuning()
-        drawn = self.centre + spread * self._spread * self.deviations(seed, first, num_samples)  # (S, 2, ΣC)
+        each = {
+            name: spread * (tuning.spread[name] if isinstance(tuning.spread, Mapping) else tuning.spread)
+            for name in self.layers
+        }
+        spreads = torch.tensor(list(each.values()), dtype=torch.float64).to(self.centre.device)
+        widths = spreads.repeat_interleave(torch.tensor(self.sizes, device=spreads.device))
+        drawn = self.centre + widths * self.deviations(seed, first, num_samples)  # (S, 2, ΣC)
         means = drawn[:, 0].split(self.sizes, dim=1)
         variances = (drawn[:, 1].exp() - self._eps).clamp_min(0).split(self.sizes, dim=1)
         buffers = {}
@@ -161,7 +168,9 @@ class Fitted(StatisticsDistribution):
             buffers,
             self.excluded,
             {name: layer.eps for name, layer in self.layers.items()},
-            self.batch_size if self.conditioned else None,
+            {name: drawn.new_full((num_samples,), self._share(k)) for name, k in each.items()}
+            if self.conditioned
+            else {},
             tuning.temperature,
         )
 
@@ -184,13 +193,9 @@ class Fitted(StatisticsDistribution):
     def _eps(self) -> Tensor:
         return torch.cat([torch.full_like(layer.moments.mean[0], layer.eps) for layer in self.layers.values()])
 
-    @cached_property
-    def _spread(self) -> Tensor | float:
-        spread = self.tuning.spread if self.tuning else 1.0
-        if not isinstance(spread, Mapping):
-            return spread
-        each = torch.tensor([spread[name] for name in self.layers], dtype=torch.float64, device=self.centre.device)
-        return each.repeat_interleave(torch.tensor(self.sizes, device=each.device))
+    def _share(self, spread: float) -> float:
+        """Returns what part of its mini-batch an input is: one of M / k², which are two at least."""
+        return min(spread**2 / self.batch_size, 0.5)
 
     def drift(self, model: nn.Module) -> dict[str, tuple[float, float]]:
         """Measures how far the fitted centre lies from the model's running statistics. Changes nothing.

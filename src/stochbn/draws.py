@@ -1,9 +1,10 @@
 """A draw: values for a model's BatchNorm buffers, which make it one of many networks."""
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import overload
 
+import torch
 from torch import Tensor, nn
 
 from stochbn.batches import listing
@@ -18,7 +19,8 @@ class Draws:
         buffers: `{buffer name: (S, C)}`, such as `"bn1.running_mean"`.
         excluded: BatchNorm layers that keep their own running statistics on purpose.
         eps: `{layer name: ε}` that the variances are meant for, where known.
-        conditioned_on: M, if `predict` is to count each input as one of the M whose statistics these are; else None.
+        shares: `{layer name: (S,)}` what part of the mini-batch that normalises it each input is itself, such as 1 / M,
+            for the layers where `predict` is to count it in.
         temperature: What `predict` divides the outputs by, before the softmax or the sigmoid.
 
     Example:
@@ -33,7 +35,7 @@ class Draws:
     buffers: Mapping[str, Tensor]
     excluded: tuple[str, ...] = ()
     eps: Mapping[str, float] = field(default_factory=dict)
-    conditioned_on: int | None = None
+    shares: Mapping[str, Tensor] = field(default_factory=dict)
     temperature: float = 1.0
 
     def __post_init__(self) -> None:
@@ -50,7 +52,9 @@ class Draws:
     def __getitem__(self, index: slice) -> "Draws": ...
     def __getitem__(self, index: int | slice) -> "dict[str, Tensor] | Draws":
         part = {name: values[index] for name, values in self.buffers.items()}
-        return replace(self, buffers=part) if isinstance(index, slice) else part
+        if not isinstance(index, slice):
+            return part
+        return replace(self, buffers=part, shares={name: values[index] for name, values in self.shares.items()})
 
     def match(self, model: nn.Module) -> "Draws":
         """Returns the draws on the model's devices and in its precisions; raises if they are another model's."""
@@ -78,4 +82,19 @@ class Draws:
                 f"Expected statistics fitted on this {type(model).__name__}, got another model's ({found}). "
                 "Fit them again with stochbn.fit(model, train_loader)."
             )
-        return replace(self, buffers={key: values.to(own[key]) for key, values in self.buffers.items()})
+        return replace(
+            self,
+            buffers={key: values.to(own[key]) for key, values in self.buffers.items()},
+            shares={name: values.to(own[buffer_names(name)[0]].device) for name, values in self.shares.items()},
+        )
+
+    @staticmethod
+    def cat(parts: "Sequence[Draws]") -> "Draws":
+        """Puts draws of one distribution after each other."""
+
+        def join(mappings: list[Mapping[str, Tensor]]) -> dict[str, Tensor]:
+            return {name: torch.cat([mapping[name] for mapping in mappings]) for name in mappings[0]}
+
+        return replace(
+            parts[0], buffers=join([part.buffers for part in parts]), shares=join([part.shares for part in parts])
+        )

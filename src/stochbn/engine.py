@@ -19,7 +19,7 @@ from torch import Tensor, nn
 from torch.func import functional_call, vmap
 from torch.utils._pytree import tree_flatten, tree_map, tree_unflatten
 
-from stochbn.affine import Affine, Condition, DrawnNormalization, fold
+from stochbn.affine import Affine, DrawnLayer, DrawnNormalization, fold
 from stochbn.batches import (
     STACKED_EXAMPLES,
     Call,
@@ -49,10 +49,14 @@ Source = StatisticsDistribution | Draws | None
 
 
 class Drawn(NamedTuple):
-    """Some draws, each tensor with one row a draw: buffers by name, affine maps by layer, and the draws' indices."""
+    """Some draws, each tensor with one row a draw.
+
+    Buffers by name; by layer affine maps, and what part of its mini-batch an input is; and the draws' indices.
+    """
 
     buffers: dict[str, Tensor]
     affines: dict[str, Affine]
+    shares: dict[str, Tensor]
     indices: Tensor
 
 
@@ -110,10 +114,9 @@ class Network:
         self.compiles = compiles
         self.compiled_rows = 0
         self.bytes_a_draw = _BYTES.setdefault(model, {})  # by the shapes of a batch
-        self.conditioned_on: int | None = None  # M, if inputs are counted into the mini-batches that normalise them
         self.temperature = 1.0
         self.num_masks = num_masks  # after so many draws, dropout's masks begin anew
-        self.block: tuple[range, dict[str, Tensor], dict[str, Affine]] = (range(0), {}, {})  # the draws at hand
+        self.block: tuple[range, Drawn] = (range(0), Drawn({}, {}, {}, torch.zeros(0)))  # the draws at hand
         self.layers: dict[str, Any] = {} if source is None else dict(all_batch_norms(model))
         self.weights: dict[str, Tensor] | None = None
         if dropout:
@@ -193,7 +196,7 @@ class Network:
                 constants = repr(map_leaves(lambda leaf: ... if isinstance(leaf, Tensor) else leaf, item))
                 autocast = torch.is_autocast_enabled(self.device.type), torch.get_autocast_dtype(self.device.type)
                 seed = self.seed if self.dropout else None
-                kind = (self.call, seed, self.conditioned_on, tuple(tensors), structure, constants, autocast)
+                kind = (self.call, seed, tuple(tensors), structure, constants, autocast)
                 code = compiled_pass(self.model, (kind, fingerprint(self.model)), stack, fixed, drawn)
                 code.begin()
             yield code(fixed, drawn)[start - begin :, :count]
@@ -230,7 +233,7 @@ class Network:
             return self._stack(weights, self._draws(start, stop), item, recording)
 
     def _stack(self, weights: dict[str, Tensor], draws: Drawn, item: Any, recording: Recording | None = None) -> Tensor:
-        normalization = DrawnNormalization({}, recording, self._condition(item))
+        normalization = DrawnNormalization({}, recording, num_examples(item) if draws.shares else 0)
         flat, structure = tree_flatten(draws)  # what vmap takes apart fastest
 
         def forward(*values: Tensor) -> Tensor:
@@ -248,18 +251,15 @@ class Network:
             draw = Drawn(*tree_map(lambda values: values[0], self._draws(index, index + 1)))
             mode = None
             item = batch.copy()
-            if self.conditioned_on is not None:
-                mode = DrawnNormalization(self._drawn_layers(draw), condition=self._condition(item), stacked=False)
+            if draw.shares:
+                mode = DrawnNormalization(self._drawn_layers(draw), num_inputs=num_examples(item), stacked=False)
             outputs.append(self._forward(draw.buffers, draw.indices, item, mode))
         return torch.stack(outputs)
 
-    def _condition(self, item: Any) -> Condition | None:
-        return None if self.conditioned_on is None else Condition(self.conditioned_on, num_examples(item))
-
-    def _drawn_layers(self, draw: Drawn) -> dict[int, tuple[nn.Module, Affine]]:
-        """Returns a draw's layers and affine maps by the id of the running mean that `batch_norm` will be given."""
+    def _drawn_layers(self, draw: Drawn) -> dict[int, DrawnLayer]:
+        """Returns a draw's layers by the id of the running mean that `batch_norm` will be given."""
         return {
-            id(draw.buffers[f"model.{buffer_names(name)[0]}"]): (self.layers[name], affine)
+            id(draw.buffers[f"model.{buffer_names(name)[0]}"]): (self.layers[name], affine, draw.shares.get(name))
             for name, affine in draw.affines.items()
         }
 
@@ -279,22 +279,22 @@ class Network:
         return self.weights
 
     def _draws(self, start: int, stop: int) -> Drawn:
-        index = torch.arange(start, stop, device=self.device)
-        if self.num_masks is not None:
-            index %= self.num_masks
         if self.source is None:
-            return Drawn({}, {}, index)
-        draws, buffers, affines = self.block
+            return Drawn({}, {}, {}, self._indices(range(start, stop)))
+        draws, block = self.block
         if not (start in draws and stop - 1 in draws):
-            numbers = sum(values[0].numel() for values in buffers.values())
+            numbers = sum(values[0].numel() for values in block.buffers.values())
             ahead = max(stop - start, BLOCK_NUMBERS // numbers)
             self._load(range(start, min(start + ahead, self.num_draws)))
-            draws, buffers, affines = self.block
-        part = slice(start - draws[0], stop - draws[0])
-        buffers = {name: values[part] for name, values in buffers.items()}
+            draws, block = self.block
+        part = Drawn(*tree_map(lambda values: values[start - draws[0] : stop - draws[0]], block))
         if torch.is_grad_enabled():  # the maps carry gradients to the layers' parameters, anew in each pass
-            return Drawn(buffers, fold(self.layers, buffers), index)
-        return Drawn(buffers, {name: (scale[part], shift[part]) for name, (scale, shift) in affines.items()}, index)
+            return part._replace(affines=fold(self.layers, part.buffers))
+        return part
+
+    def _indices(self, draws: range) -> Tensor:
+        index = torch.arange(draws.start, draws.stop, device=self.device)
+        return index if self.num_masks is None else index % self.num_masks
 
     def _load(self, draws: range) -> None:
         if isinstance(self.source, StatisticsDistribution):
@@ -302,10 +302,12 @@ class Network:
         else:
             assert self.source is not None
             made = self.source
-        self.conditioned_on, self.temperature = made.conditioned_on, made.temperature
-        buffers = {f"model.{name}": values for name, values in made.match(self.model).buffers.items()}
+        self.temperature = made.temperature
+        made = made.match(self.model)
+        buffers = {f"model.{name}": values for name, values in made.buffers.items()}
         with torch.no_grad():
-            self.block = (draws, buffers, fold(self.layers, buffers))
+            affines = fold(self.layers, buffers)
+        self.block = (draws, Drawn(buffers, affines, dict(made.shares), self._indices(draws)))
 
 
 def _shapes(item: Any) -> tuple[torch.Size, ...]:

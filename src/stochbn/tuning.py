@@ -19,6 +19,7 @@ from tqdm.auto import tqdm
 from stochbn.averaging import check_logits
 from stochbn.batches import Call, call_on_item, check_loader, check_whole, describe, length, widen
 from stochbn.distributions import Fitted, Tuning
+from stochbn.draws import Draws
 from stochbn.engine import Network, warn_of_dropout
 from stochbn.seeding import member_seed, random_seed
 from stochbn.statistics import preserving_rng, unwrap
@@ -195,9 +196,8 @@ class _HeldOut:
     def _network(self, number: int, spreads: Sequence[Spread]) -> Network:
         """Returns one of the models with the draws of all spreads, one after the other."""
         member, seed = self.members[number], member_seed(self.seed, number)
-        parts = [replace(member, tuning=Tuning(spread)).sample(self.num_samples, seed=seed) for spread in spreads]
-        draws = replace(
-            parts[0], buffers={name: torch.cat([part.buffers[name] for part in parts]) for name in parts[0].buffers}
+        draws = Draws.cat(
+            [replace(member, tuning=Tuning(spread)).sample(self.num_samples, seed=seed) for spread in spreads]
         )
         return Network(
             self.models[number],
