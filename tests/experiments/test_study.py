@@ -19,9 +19,13 @@ from stochbn.experiments.data import Split, load_split
 from stochbn.experiments.inference import fit, input_batches
 from stochbn.experiments.predictions import File
 from stochbn.experiments.recipes import RECIPES, Experiment
-from stochbn.experiments.study import VARIANTS, Study, take_apart
-from stochbn.experiments.study_report import write_study
-from stochbn.experiments.study_scores import ENSEMBLES, TEMPERED, Draws, measure_study, read_draws
+from stochbn.experiments.scores import Method, Output
+from stochbn.experiments.sources import DataError
+from stochbn.experiments.study import EXHAUSTIVE, VARIANTS, Study, take_apart
+from stochbn.experiments.study_evidence import compare
+from stochbn.experiments.study_report import read_study, write_study
+from stochbn.experiments.study_results import COMPARISONS, TEMPERED, carry_over, measure_study
+from stochbn.experiments.study_scores import ENSEMBLES, Draws, read_draws
 from stochbn.experiments.train import train
 
 PLAIN = replace(RECIPES["digits"], name="tiny", epochs=2, width=0.1)
@@ -39,6 +43,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
             train(recipe, seed, console=quiet())
         study = Study(TINY, num_samples=6, console=quiet())
         study.draw()
+        patch.setattr(compare, "__defaults__", (20,))
         write_study(measure_study(study, read_draws(study)), folder, quiet())
     return folder
 
@@ -83,6 +88,9 @@ def test_nothing_is_chosen_on_test_data(study: Study, folder: Path, monkeypatch:
     for job, file in before.items():
         if job.variant.family == "exact":
             continue
+        if job.variant.spread is not None:
+            assert job.variant.tuned is None  # a limit to what can be chosen, not a choice
+            continue
         stats = changed.source(job)
         assert (stats and stats.tuning and json.loads(json.dumps(asdict(stats.tuning)))) == file.header.get("tuning")
         tuned += job.variant.tuned is not None
@@ -112,13 +120,17 @@ def test_what_is_drawn_is_what_the_library_predicts(study: Study) -> None:
 
 
 def test_every_method_is_scored(results: dict[str, object], folder: Path) -> None:
-    names = {variant.name for variant in VARIANTS if variant.family != "exact" and variant.tuned != "ensemble"}
+    names = {
+        variant.name
+        for variant in VARIANTS
+        if variant.family != "exact" and variant.tuned != "ensemble" and variant.spread is None
+    }
     names |= set(ENSEMBLES)
     assert set(results["methods"]) == names | {name + TEMPERED for name in names}
     assert set(results["cost"]) == names
     text = (folder / "study.md").read_text()
     assert all(name in text for name in names)
-    for name in ("methods", "corruptions", "tuning"):
+    for name in ("methods", "corruptions", "tuning", "draws"):
         assert (folder / "figures" / f"{name}.png").stat().st_size > 10_000
     everywhere = {v.name for v in VARIANTS if v.everywhere and v.tuned != "ensemble"} | set(ENSEMBLES)
     assert {name.removesuffix(TEMPERED) for name in results["corruptions"]} == everywhere
@@ -136,6 +148,104 @@ def test_scores_are_those_of_the_draws(study: Study, results: dict[str, object])
     )
     assert results["cost"]["Deep Ensembles + SBN"]["passes"] == 18
     assert results["num_inputs"]["test"] == len(test) == 397
+
+
+def test_all_draws_are_all_that_were_kept(study: Study, results: dict[str, object]) -> None:
+    job = next(job for job in study.jobs if job.variant.name == EXHAUSTIVE)
+    file, labels = File.read(job.path), study.splits["test"].labels
+    kept = len(study.source(job).observations)
+    assert len(file.tensors["test"]) == kept > 6
+    assert results["cost"][EXHAUSTIVE]["passes"] == kept
+    assert [row["num_samples"] for row in results["draws"]] == [4, 8, 16, 32, 64, kept]
+    assert results["draws"][-1]["nll"] == pytest.approx(results["methods"][EXHAUSTIVE]["scores"]["nll"]["value"])
+    first = [
+        stochbn.nll(File.read(job.path).tensors["test"][:4].double().exp().mean(0), labels).item()
+        for job in study.jobs
+        if job.variant.name == EXHAUSTIVE
+    ]
+    assert results["draws"][0]["nll"] == pytest.approx(np.mean(first), rel=1e-3)
+
+
+def test_no_choice_is_better_than_the_limit(results: dict[str, object]) -> None:
+    found, methods = results["limits"], results["methods"]
+    assert found.keys() == {"One network", "SBN", "Empirical, conditioned"}
+    for name, limit in found.items():
+        own = [one["nll"] for one in methods[name]["each"]]
+        tempered = [one["nll"] for one in methods[name + TEMPERED]["each"]]
+        assert limit["nll_temperature"] <= min(limit["nll"], limit["nll_temperature_only"])
+        assert limit["nll"] <= np.mean(own) + 1e-6
+        assert limit["nll_temperature_only"] <= np.mean(tempered) + 1e-4  # of a parabola through tried ones
+        assert limit["auroc"] >= np.mean([one["auroc_entropy"] for one in methods[name]["each"]]) - 1e-6
+
+
+def test_intervals_of_differences() -> None:
+    """Of the NLL against the normal approximation; of a method and itself, nothing."""
+    generator = torch.Generator().manual_seed(3)
+    labels = torch.randint(3, (2000,), generator=generator)
+
+    def method(name: str, sharpness: float, count: int) -> Method:
+        outputs = []
+        for _ in range(count):
+            logits = torch.randn(2000, 3, generator=generator, dtype=torch.float64)
+            logits[torch.arange(2000), labels] += sharpness
+            outputs.append({"test": Output(logits.softmax(1)), "out-of-domain": Output(logits[:500].sigmoid() / 3)})
+        return Method(name, tuple(range(count)), tuple(outputs), tuple(outputs), "")
+
+    methods = {"a": method("a", 2.0, 1), "b": method("b", 1.0, 1), "c": method("c", 2.0, 3)}
+    found = compare(methods, labels, [("a", "b"), ("c", "c"), ("c", "a")])
+    losses = [-methods[name].outputs[0]["test"].probs[torch.arange(2000), labels].log() for name in "ab"]
+    difference = losses[0] - losses[1]
+    width = 1.96 * difference.std().item() / 2000**0.5
+    nll = found["a − b"]["nll"]
+    assert nll["difference"] == pytest.approx(difference.mean().item())
+    # A percentile of 500 resamples is off by about 6 % of the width.
+    assert nll["low"] == pytest.approx(difference.mean().item() - width, abs=0.2 * width)
+    assert nll["high"] == pytest.approx(difference.mean().item() + width, abs=0.2 * width)
+    assert all(value == 0 for row in found["c − c"].values() for value in row.values())
+    assert found["c − a"]["nll"]["low"] < 0 < found["c − a"]["nll"]["high"]
+    again = compare(methods, labels, [("a", "b")], num_resamples=20)
+    assert again == compare(methods, labels, [("a", "b")], num_resamples=20)
+
+
+def test_differences_are_of_the_tables(results: dict[str, object]) -> None:
+    methods = results["methods"]
+    for first, second in COMPARISONS:
+        row = results["comparisons"][f"{first} − {second}"]
+        for key, found in row.items():
+            expected = methods[first]["scores"][key]["value"] - methods[second]["scores"][key]["value"]
+            assert found["difference"] == pytest.approx(expected, abs=2e-6 if key != "error_percent" else 2e-4)
+            assert found["low"] <= found["high"]
+
+
+def test_a_study_of_some_variants_completes_an_earlier_one(
+    folder: Path, monkeypatch: pytest.MonkeyPatch, results: dict[str, object]
+) -> None:
+    little(monkeypatch, folder)
+    some = Study(TINY, num_samples=6, only=["SBN, tuned", "Exact (eq. 3)"], console=quiet())
+    assert {job.variant.name for job in some.jobs} == {"One network", "SBN, tuned", "Exact (eq. 3)"}
+    part = json.loads(json.dumps(measure_study(some, read_draws(some))))
+    assert set(part["methods"]) < set(results["methods"])
+    whole = carry_over(part, read_study(folder))
+    for key in ("methods", "tuning", "cost", "corruptions", "exact", "limits", "draws"):
+        assert whole[key] == results[key]
+        assert list(whole[key]) == list(results[key])
+    assert set(whole["carried_over"]) == set(results["methods"]) - set(part["methods"])
+    assert set(whole["carried_over"].values()) == {results["commit"]}
+    later = carry_over(part, whole | {"commit": "later"})
+    assert later["carried_over"] == whole["carried_over"]  # from where they were measured
+    write_study(whole, folder / "again", quiet())
+    assert f"at commit {results['commit']}: SBN;" in (folder / "again" / "study.md").read_text()
+
+
+def test_an_earlier_study_of_other_networks_is_refused(folder: Path, results: dict[str, object]) -> None:
+    other = json.loads(json.dumps(results))
+    other["methods"]["One network"]["each"][0]["nll"] *= 1.01
+    with pytest.raises(DataError, match=r"same networks and data.*other networks.*--only"):
+        carry_over(results, other)
+    with pytest.raises(DataError, match=r"earlier study in .*Leave --only away"):
+        read_study(folder / "nowhere")
+    with pytest.raises(ValueError, match=r"got SBN tuned\. There are: One network; SBN;"):
+        Study(TINY, only=["SBN tuned"], console=quiet())
 
 
 def test_a_temperature_never_raises_the_validation_nll(study: Study) -> None:

@@ -270,6 +270,9 @@ def study(
     ] = None,
     samples: Samples = 50,
     compile: Annotated[bool, typer.Option("--compile", help="Compile predictions; needs a C++ compiler.")] = False,  # noqa: A002
+    only: Annotated[
+        list[str] | None, typer.Option(help="A variant to draw; the others stay as an earlier study found them.")
+    ] = None,
     data: Data = None,
     threads: Threads = None,
 ) -> None:
@@ -283,15 +286,19 @@ def study(
     """
     chosen = _choose(EXPERIMENTS, experiment, "experiment")
     from stochbn.experiments.study import Study
-    from stochbn.experiments.study_report import write_study
-    from stochbn.experiments.study_scores import measure_study, read_draws
+    from stochbn.experiments.study_report import read_study, write_study
+    from stochbn.experiments.study_results import carry_over, measure_study
+    from stochbn.experiments.study_scores import read_draws
 
     torch.set_num_threads(threads or torch.get_num_threads())
     console.rule(f"Study {experiment}")
-    plan = Study(chosen, num_samples=samples, data=data, compiles=compile, console=console)
+    folder = out or Path("results", "beyond", experiment)
+    plan = Study(chosen, num_samples=samples, data=data, compiles=compile, only=only or (), console=console)
     plan.draw()
     results = measure_study(plan, read_draws(plan))
-    _say(f"Wrote {write_study(results, out or Path('results', 'beyond', experiment), console)}")
+    if only:
+        results = carry_over(results, read_study(folder))
+    _say(f"Wrote {write_study(results, folder, console)}")
 
 
 @app.command()

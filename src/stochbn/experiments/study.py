@@ -5,7 +5,7 @@ been chosen, and only scored (`study_report`).
 """
 
 import tempfile
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import asdict, dataclass, replace
 from functools import cache
 from pathlib import Path
@@ -47,6 +47,8 @@ class Variant:
             networks of an ensemble.
         dropout: Whether it is for the networks with dropout.
         apart: Of "empirical", which of its correlations are destroyed: those between layers; between channels too; all.
+        spread: A spread to measure on test data, to know what the best choice of one would have given.
+        exhaustive: Of "empirical", whether each mini-batch that was kept is drawn once, in place of S of them.
         everywhere: Whether it is drawn for all networks and on corrupted images too, or for some on test data.
     """
 
@@ -56,11 +58,20 @@ class Variant:
     tuned: Literal["network", "layers", "ensemble"] | None = None
     dropout: bool = False
     apart: Literal["layers", "channels", "numbers"] | None = None
+    spread: float | None = None
+    exhaustive: bool = False
     everywhere: bool = False
 
 
+# Whose best spread is found on the test data themselves, and the spreads that are tried beside the fitted one.
+LIMITS: dict[str, tuple[float, ...]] = {
+    "SBN": (2**0.5, 2.0, 2**1.5),
+    "Empirical, conditioned": (2**-0.5, 2**0.5, 2.0),
+}
+PLAIN = "One network"
+EXHAUSTIVE = "Empirical, conditioned, tuned, all draws"
 VARIANTS = (
-    Variant("One network", everywhere=True),
+    Variant(PLAIN, everywhere=True),
     Variant("SBN", "factorized", everywhere=True),
     Variant("SBN, tuned", "factorized", tuned="network", everywhere=True),
     Variant("SBN, tuned by layer", "factorized", tuned="layers"),
@@ -72,6 +83,7 @@ VARIANTS = (
     Variant("Empirical, tuned", "empirical", tuned="network"),
     Variant("Empirical, conditioned", "empirical", conditioned=True),
     Variant("Empirical, conditioned, tuned", "empirical", conditioned=True, tuned="network", everywhere=True),
+    Variant(EXHAUSTIVE, "empirical", conditioned=True, tuned="network", exhaustive=True, everywhere=True),
     Variant("Members of SBN, tuned", "factorized", tuned="ensemble", everywhere=True),
     Variant("Members of empirical, tuned", "empirical", conditioned=True, tuned="ensemble", everywhere=True),
     Variant("Dropout", dropout=True, everywhere=True),
@@ -81,6 +93,11 @@ VARIANTS = (
     Variant("Empirical, channels apart", "empirical", apart="channels"),
     Variant("Empirical, all apart", "empirical", apart="numbers"),
     Variant("Exact (eq. 3)", "exact"),
+    *(Variant(f"SBN, spread {k:.2f}", "factorized", spread=k) for k in LIMITS["SBN"]),
+    *(
+        Variant(f"Empirical, conditioned, spread {k:.2f}", "empirical", conditioned=True, spread=k)
+        for k in LIMITS["Empirical, conditioned"]
+    ),
 )
 
 
@@ -99,11 +116,17 @@ class Job:
         return cache_dir() / "study" / self.recipe.name / f"seed{self.seed}" / f"{slug}.safetensors"
 
 
-def list_jobs(experiment: Experiment, console: Console) -> list[Job]:
-    """Lists what is to be drawn for the trained networks of an experiment."""
+def list_jobs(experiment: Experiment, console: Console, only: Collection[str] = ()) -> list[Job]:
+    """Lists what is to be drawn for the trained networks of an experiment; the plain networks are always among it."""
+    unknown = sorted(set(only) - {variant.name for variant in VARIANTS})
+    if unknown:
+        names = "; ".join(variant.name for variant in VARIANTS)
+        raise ValueError(f"Expected names of the study's variants, got {'; '.join(unknown)}. There are: {names}.")
     runs = finished_runs(experiment, console)
     jobs = []
     for variant in VARIANTS:
+        if only and variant.name not in (*only, PLAIN):
+            continue
         own = [(recipe, seed) for recipe, seed in runs if (recipe.dropout > 0) == variant.dropout]
         if variant.tuned == "ensemble" and len(own) < 2:
             continue
@@ -119,6 +142,7 @@ class Study:
         num_samples: S.
         data: Where you keep the published data files.
         compiles: Whether predictions are compiled.
+        only: Names of the variants to draw; all if there are none.
         console: Where progress goes.
     """
 
@@ -129,13 +153,14 @@ class Study:
         num_samples: int = 50,
         data: Path | None = None,
         compiles: bool = False,
+        only: Collection[str] = (),
         console: Console | None = None,
     ) -> None:
         self.experiment = experiment
         self.num_samples = num_samples
         self.compiles = compiles
         self.console = console or Console()
-        self.jobs = list_jobs(experiment, self.console)
+        self.jobs = list_jobs(experiment, self.console, only)
         recipe = experiment.recipe
         parts: tuple[Part, ...] = ("train", "validation", *PARTS)
         self.splits: dict[str, Split] = {
@@ -177,7 +202,9 @@ class Study:
         header: dict[str, Any] = {}
         if stats is not None:
             header = {"tuning": stats.tuning and asdict(stats.tuning), "stats_bytes": _num_bytes(stats)}
-        parts: dict[str, Split] = {part: self.splits[part] for part in ("validation", *PARTS)}
+        parts: dict[str, Split] = {part: self.splits[part] for part in PARTS}
+        if job.variant.spread is None:
+            parts["validation"] = self.splits["validation"]
         if job.variant.everywhere:
             parts |= self.corrupted
         network = self.network(job.recipe, job.seed)
@@ -185,12 +212,17 @@ class Study:
 
     def _samples(self, network: nn.Module, stats: stochbn.Fitted | None, split: Split, job: Job) -> Tensor:
         """Returns the log-probabilities of each draw, (S, N, K) in float16."""
-        validates = split is self.splits["validation"]
+        count = self.num_samples
+        if split is self.splits["validation"]:
+            count = min(VALIDATION_SAMPLES, count)
+        elif job.variant.exhaustive:
+            assert isinstance(stats, stochbn.Empirical)
+            count = len(stats.observations)
         found = stochbn.predict(
             network,
             stats,
             input_batches(split),
-            num_samples=min(VALIDATION_SAMPLES, self.num_samples) if validates else self.num_samples,
+            num_samples=count,
             seed=member_seed(DRAW_SEED, job.seed),
             link="identity",
             dropout=job.variant.dropout,
@@ -231,6 +263,8 @@ class Study:
         if variant.apart:
             assert isinstance(stats, stochbn.Empirical)
             stats = take_apart(stats, variant.apart)
+        if variant.spread is not None:
+            return replace(stats, tuning=stochbn.Tuning(variant.spread))
         if variant.tuned is None:
             return stats
         tuned: stochbn.Fitted = tune(

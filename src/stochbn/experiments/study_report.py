@@ -1,33 +1,23 @@
-"""The numbers of the study → tables and figures. Pure functions, but for the writing."""
+"""The numbers of the study → tables. Pure functions, but for reading and writing."""
 
 import json
 from pathlib import Path
 from typing import Any
 
-import matplotlib
 import numpy as np
-from matplotlib.figure import Figure
-from matplotlib.ticker import LogLocator
 from rich.console import Console
 
 from stochbn.experiments.corruptions import CORRUPTIONS, STRENGTHS
-from stochbn.experiments.figures import BLUE, FULL, GREEN, ORANGE, PURPLE, STYLE, VERMILION, render
+from stochbn.experiments.figures import render
 from stochbn.experiments.scores import METRICS, Score
-from stochbn.experiments.sources import write_atomically
-from stochbn.experiments.study_scores import ENSEMBLES, TEMPERED
+from stochbn.experiments.sources import DataError, write_atomically
+from stochbn.experiments.study import EXHAUSTIVE
+from stochbn.experiments.study_figures import draw_figures
+from stochbn.experiments.study_results import TEMPERED
+from stochbn.experiments.study_scores import ENSEMBLES
 from stochbn.experiments.tables import Grid, score_text, to_markdown
 
 _SOME = (("nll", 1, 4), ("ece", 100, 2), ("entropy_out_of_domain", 1, 3), ("auroc_entropy", 1, 4))
-# Whose curves are drawn, and how.
-LOOKS: dict[str, dict[str, Any]] = {
-    "One network": {"color": "#777777", "linewidth": 1.0},
-    "SBN": {"color": GREEN, "linestyle": "--"},
-    "SBN, tuned": {"color": GREEN},
-    "Empirical, conditioned, tuned": {"color": PURPLE},
-    "Dropout": {"color": VERMILION},
-    "Deep Ensembles": {"color": BLUE},
-    "Deep Ensembles + empirical, conditioned, tuned": {"color": ORANGE},
-}
 
 
 def write_study(results: dict[str, Any], folder: Path, console: Console) -> Path:
@@ -40,6 +30,21 @@ def write_study(results: dict[str, Any], folder: Path, console: Console) -> Path
             write_atomically(folder / "figures" / f"{name}.{ending}", content)
     console.print(text, highlight=False, markup=False)
     return folder / "study.md"
+
+
+def read_study(folder: Path) -> dict[str, Any]:
+    """Reads the numbers that `write_study` wrote.
+
+    Raises:
+        DataError: There are none.
+    """
+    try:
+        found: dict[str, Any] = json.loads((folder / "study.json").read_text())
+    except (OSError, ValueError) as error:
+        raise DataError(
+            f"Expected an earlier study in {folder}, got none ({error}). Leave --only away to draw all variants."
+        ) from error
+    return found
 
 
 def describe(results: dict[str, Any]) -> str:
@@ -130,6 +135,34 @@ def describe(results: dict[str, Any]) -> str:
             for name, found in results["exact"].items()
         ],
     )
+    compared_scores = (
+        ("error_percent", 1, 2),
+        ("nll", 1, 4),
+        ("ece", 100, 2),
+        ("brier", 1, 4),
+        ("auroc_entropy", 1, 4),
+    )
+    differences = Grid(
+        ["Difference, and its 95 % interval", "Error, %", "NLL", "ECE, %", "Brier", "AUROC, entropy"],
+        [
+            [name, *(_interval(found[key], factor, digits) for key, factor, digits in compared_scores)]
+            for name, found in results["comparisons"].items()
+        ],
+    )
+    limits = Grid(
+        [
+            *("Chosen on test data, as a limit", "networks", "NLL, best spread", "best temperature", "best of both"),
+            "AUROC, best spread",
+        ],
+        [
+            [
+                name,
+                f"{found['num_networks']:.0f}",
+                *(f"{found[key]:.4f}" for key in ("nll", "nll_temperature_only", "nll_temperature", "auroc")),
+            ]
+            for name, found in results["limits"].items()
+        ],
+    )
     num = results["num_inputs"]
     notes = [
         f"Made by `{results['command']}`, commit {results['commit']}, from draws at "
@@ -144,8 +177,37 @@ def describe(results: dict[str, Any]) -> str:
         f"Against exact inference: {results['num_exact']} test and as many "
         "out-of-domain inputs for each of its networks; distances in its own row are what chance makes between two "
         "halves of its mini-batches.",
+        f"Differences: paired bootstrap over test and out-of-domain images, and over networks where a method is scored "
+        f"on each; {results['num_resamples']} resamples. An interval without 0 is in bold.",
+        "Chosen on test data: what the best choice of a spread and a temperature could have given, by the test labels "
+        "themselves. No method; a limit to what choosing on other data can reach.",
     ]
-    return "\n\n".join([*map(to_markdown, (quality, strange, compared, harder, exact, cost)), *notes]) + "\n"
+    if results.get("carried_over"):
+        kept: dict[str, list[str]] = {commit: [] for commit in results["carried_over"].values()}
+        for name, commit in results["carried_over"].items():
+            kept[commit] += [] if name.endswith(TEMPERED) else [name]
+        notes += [
+            f"Measured earlier, on the same networks and data, at commit {commit}: {'; '.join(names)}."
+            for commit, names in kept.items()
+        ]
+    draws = Grid(
+        ["The first draws of " + EXHAUSTIVE.removesuffix(", all draws"), "NLL", "ECE, %", "median entropy", "AUROC"],
+        [
+            [
+                f"{row['num_samples']:.0f}",
+                *(f"{factor * row[key]:.{digits}f}" for key, factor, digits in _SOME),
+            ]
+            for row in results["draws"]
+        ],
+    )
+    tables = (quality, strange, differences, draws, limits, compared, harder, exact, cost)
+    return "\n\n".join([*map(to_markdown, tables), *notes]) + "\n"
+
+
+def _interval(found: dict[str, float], factor: float, digits: int) -> str:
+    difference, low, high = (factor * found[key] for key in ("difference", "low", "high"))
+    text = f"{difference:+.{digits}f} ({low:+.{digits}f} to {high:+.{digits}f})"
+    return f"**{text}**" if low > 0 or high < 0 else text
 
 
 def _mean_of_first(results: dict[str, Any], name: str, key: str) -> float:
@@ -168,86 +230,3 @@ def _by_strength(found: dict[str, Any]) -> tuple[list[float], list[float]]:
         for key in ("nll", "ece")
     )
     return nll, ece
-
-
-def draw_figures(results: dict[str, Any]) -> dict[str, Figure]:
-    """Draws what the study found, by name of the file."""
-    return {
-        "methods": draw_methods(results),
-        "corruptions": draw_corruptions(results),
-        "tuning": draw_tuning(results),
-    }
-
-
-@matplotlib.rc_context(STYLE)
-def draw_methods(results: dict[str, Any]) -> Figure:
-    """Draws every method's NLL, ECE and AUROC, with its ± and, hollow, with a temperature."""
-    names = [name for name in results["methods"] if not name.endswith(TEMPERED)][::-1]
-    figure = Figure(figsize=(FULL, 0.5 + 0.21 * len(names)), layout="constrained")
-    panels = (("nll", "NLL", 1), ("ece", "ECE, %", 100), ("auroc_entropy", "AUROC", 1))
-    for axes, (key, label, factor) in zip(figure.subplots(1, 3, sharey=True), panels, strict=True):
-        for suffix, look in (("", {"marker": "o"}), (TEMPERED, {"marker": "o", "markerfacecolor": "white"})):
-            found = [results["methods"][name + suffix]["scores"][key] for name in names]
-            axes.errorbar(
-                [factor * one["value"] for one in found],
-                range(len(names)),
-                xerr=[factor * (one["std"] or 0) for one in found],
-                linestyle="",
-                color=GREEN if suffix else BLUE,
-                elinewidth=0.8,
-                label="with temperature" if suffix else "as it is",
-                **look,
-            )
-        if "Deep Ensembles" in names:
-            axes.axvline(
-                factor * results["methods"]["Deep Ensembles"]["scores"][key]["value"], color="black", linewidth=0.7
-            )
-        axes.set_xlabel(label)
-        axes.set_yticks(range(len(names)), names)
-    figure.legend(*figure.axes[0].get_legend_handles_labels(), loc="outside upper center", ncols=2)
-    return figure
-
-
-@matplotlib.rc_context(STYLE)
-def draw_corruptions(results: dict[str, Any]) -> Figure:
-    """Draws NLL and ECE against the strength of corruption, a column for each kind."""
-    figure = Figure(figsize=(FULL, 4.8), layout="constrained")
-    grid = figure.subplots(2, len(CORRUPTIONS), sharex=True, sharey="row")
-    for column, kind in zip(grid.T, CORRUPTIONS, strict=True):
-        for name, look in LOOKS.items():
-            if name in results["corruptions"]:
-                found = [results["corruptions"][name][f"{kind} {strength}"] for strength in STRENGTHS]
-                column[0].plot(STRENGTHS, [one["nll"] for one in found], marker="o", label=name, **look)
-                column[1].plot(STRENGTHS, [100 * one["ece"] for one in found], marker="o", **look)
-        column[0].set(title=kind.capitalize(), yscale="log")
-        column[1].set(xlabel="Strength", xticks=STRENGTHS)
-    grid[0, 0].set_ylabel("NLL, nats")
-    grid[1, 0].set_ylabel("ECE, %")
-    figure.legend(*grid[0, 0].get_legend_handles_labels(), loc="outside upper center", ncols=2)
-    return figure
-
-
-@matplotlib.rc_context(STYLE)
-def draw_tuning(results: dict[str, Any]) -> Figure:
-    """Draws the validation NLL against the spread for each family: the mean over networks, ± one standard deviation."""
-    figure = Figure(figsize=(FULL, 3.2), layout="constrained")
-    axes = figure.subplots()
-    colours = iter((GREEN, VERMILION, BLUE, ORANGE, PURPLE, "#777777"))
-    for name, found in results["tuning"].items():
-        if name.startswith(("Members", "Dropout")) or name.endswith("by layer"):
-            continue
-        curves = [{spread: loss for spread, _, loss in one["curve"]} for one in found]
-        spreads = sorted(set.intersection(*map(set, curves)))  # a search may have gone on for some networks
-        losses = np.array([[curve[spread] for spread in spreads] for curve in curves])
-        mean, std = losses.mean(0), losses.std(0, ddof=1) if len(losses) > 1 else np.zeros(len(spreads))
-        colour = next(colours)
-        axes.plot(spreads, mean, marker="o", color=colour, label=name.removesuffix(", tuned"))
-        axes.fill_between(spreads, mean - std, mean + std, color=colour, alpha=0.12, linewidth=0)
-    axes.set(xscale="log", yscale="log", xlabel="Spread k", ylabel="Validation NLL, nats")
-    axes.xaxis.set_major_locator(LogLocator(base=2))
-    axes.xaxis.set_major_formatter("{x:g}")
-    axes.yaxis.set_major_locator(LogLocator(subs=(1, 2, 3, 5)))
-    axes.yaxis.set_major_formatter("{x:g}")
-    axes.minorticks_off()
-    axes.legend()
-    return figure

@@ -1,0 +1,135 @@
+"""Draws of every method → every number of the study. Nothing here runs a network."""
+
+from dataclasses import asdict
+from typing import Any
+
+import numpy as np
+
+from stochbn.experiments.corruptions import CORRUPTIONS, STRENGTHS
+from stochbn.experiments.evaluate import provenance
+from stochbn.experiments.predictions import PARTS, File
+from stochbn.experiments.scores import METRICS, Method, Output, Results, measure, score
+from stochbn.experiments.sources import DataError
+from stochbn.experiments.study import EXHAUSTIVE, NUM_COMPARED, NUM_EXACT, PLAIN, VARIANTS, Job, Study
+from stochbn.experiments.study_evidence import NUM_RESAMPLES, compare, measure_distances, measure_draws, measure_limits
+from stochbn.experiments.study_scores import ENSEMBLES, Draws, Entry, list_entries
+from stochbn.experiments.tables import rounded
+
+TEMPERED = " + temperature"
+# Differences that are told with their intervals.
+_ONE, _MANY = EXHAUSTIVE, "Deep Ensembles + empirical, conditioned, tuned"
+COMPARISONS = (
+    (_ONE, "Deep Ensembles"),
+    (_ONE, "SBN, tuned"),
+    (_ONE, f"{PLAIN}{TEMPERED}"),
+    (_MANY, "Deep Ensembles"),
+    (_MANY, f"Deep Ensembles{TEMPERED}"),
+    (_MANY, _ONE),
+)
+
+
+def measure_study(study: Study, files: dict[Job, File]) -> dict[str, Any]:
+    """Returns every number of the study."""
+    entries = list_entries(study, files)
+    validation = study.splits["validation"].labels
+    methods: dict[str, Method] = {}
+    temperatures, corruptions = {}, {}
+    for entry in entries:
+        chosen = {unit: unit.choose_temperature(validation) for unit in {*entry.units, *entry.replicas}}
+        temperatures[entry.name] = [chosen[unit] for unit in entry.units]
+        for suffix in ("", TEMPERED):
+            outputs: dict[Draws, dict[str, Output]] = {
+                unit: {part: unit.average(part, chosen[unit] if suffix else 1.0) for part in PARTS} for unit in chosen
+            }
+            own, varied = (tuple(outputs[unit] for unit in units) for units in (entry.units, entry.replicas))
+            name = entry.name + suffix
+            methods[name] = Method(
+                name, entry.seeds, own, own if entry.replicas is entry.units else varied, entry.spread
+            )
+            if all(part in entry.units[0].files[0].tensors for part in study.corrupted):
+                corruptions[name] = _score_corrupted(study, entry, chosen if suffix else dict.fromkeys(chosen, 1.0))
+        study.console.print(f"scored {entry.name}", highlight=False)
+    scores = score(Results({}, study.splits["test"].labels, methods, True))
+    numbers = {
+        "experiment": study.experiment.name,
+        **provenance(f"stochbn study {study.experiment.name} --samples {study.num_samples}"),
+        "drawn_at": sorted({file.header["commit"] for file in files.values()}),
+        "num_samples": study.num_samples,
+        "num_compared": NUM_COMPARED,
+        "num_exact": NUM_EXACT,
+        "num_inputs": {name: len(split) for name, split in (study.splits | study.corrupted).items()},
+        "metrics": {metric.key: metric.meaning for metric in METRICS},
+        "methods": {
+            name: {
+                "seeds": method.seeds,
+                "std_over": method.spread,
+                "scores": {key: asdict(found) for key, found in scores[name].items()},
+                "each": [measure(output, study.splits["test"].labels) for output in method.outputs],
+            }
+            for name, method in methods.items()
+        },
+        "temperatures": temperatures,
+        "tuning": _list_tuning(files),
+        "cost": {entry.name: entry.cost for entry in entries},
+        "corruptions": corruptions,
+        "exact": measure_distances(study, files),
+        "limits": measure_limits(study, files),
+        "draws": measure_draws(study, files),
+        "comparisons": compare(
+            methods,
+            study.splits["test"].labels,
+            [pair for pair in COMPARISONS if all(name in methods for name in pair)],
+        ),
+        "num_resamples": NUM_RESAMPLES,
+    }
+    found: dict[str, Any] = rounded(numbers)
+    return found
+
+
+def carry_over(results: dict[str, Any], earlier: dict[str, Any]) -> dict[str, Any]:
+    """Completes a study of some variants by an earlier one of the same networks, and tells which rows come from there.
+
+    Raises:
+        DataError: The plain networks are others, or they were scored on other data.
+    """
+    different = [
+        key for key in ("experiment", "num_samples", "draw_seed", "num_inputs") if results[key] != earlier[key]
+    ]
+    ours, theirs = ([one["nll"] for one in study["methods"][PLAIN]["each"]] for study in (results, earlier))
+    # The same weights give the same NLL, but for rounding, which may differ between machines.
+    if len(ours) != len(theirs) or not np.allclose(ours, theirs, rtol=1e-3):
+        different.append("networks")
+    if different:
+        raise DataError(
+            f"Expected an earlier study of the same networks and data, got one with other {', '.join(different)}. Draw "
+            "all variants (leave --only away), or write into another folder (--out)."
+        )
+    whole = dict(results)
+    order = [*(variant.name for variant in VARIANTS), *ENSEMBLES]
+    for key in ("methods", "temperatures", "tuning", "cost", "corruptions", "exact", "limits"):
+        joined = earlier.get(key, {}) | results[key]
+        whole[key] = dict(sorted(joined.items(), key=lambda item: order.index(item[0].removesuffix(TEMPERED))))
+    whole["comparisons"] = earlier.get("comparisons", {}) | results["comparisons"]
+    whole["draws"] = results["draws"] or earlier.get("draws", [])
+    known = earlier.get("carried_over", {})
+    kept = {name: known.get(name, earlier["commit"]) for name in whole["methods"] if name not in results["methods"]}
+    return whole | {"carried_over": kept}
+
+
+def _score_corrupted(study: Study, entry: Entry, temperatures: dict[Draws, float]) -> dict[str, Any]:
+    found: dict[str, Any] = {}
+    for kind in CORRUPTIONS:
+        for strength in STRENGTHS:
+            part = f"{kind} {strength}"
+            labels = study.corrupted[part].labels
+            each = [measure({"test": unit.average(part, temperatures[unit])}, labels) for unit in entry.units]
+            found[part] = {key: float(np.mean([one[key] for one in each])) for key in ("nll", "ece", "error_percent")}
+    return found
+
+
+def _list_tuning(files: dict[Job, File]) -> dict[str, list[dict[str, Any]]]:
+    found: dict[str, list[dict[str, Any]]] = {}
+    for job, file in files.items():
+        if job.variant.tuned and file.header.get("tuning"):
+            found.setdefault(job.variant.name, []).append({"seed": job.seed, **file.header["tuning"]})
+    return found
