@@ -77,8 +77,12 @@ def condition(network: nn.Module, batch_size: int) -> None:
         pytest.param({"compile": True}, marks=pytest.mark.skipif(not shutil.which("g++"), reason="needs a compiler")),
     ],
 )
+@pytest.mark.parametrize(("spread", "batch_size"), [(1.0, 17), ((17 / 5) ** 0.5, 5)])
 @pytest.mark.filterwarnings("ignore::DeprecationWarning")
-def test_equals_the_naive_loop(options: dict[str, object], model: nn.Module, x: Tensor) -> None:
+def test_equals_the_naive_loop(
+    spread: float, batch_size: int, options: dict[str, object], model: nn.Module, x: Tensor
+) -> None:
+    """At a wider spread the input is one of a smaller mini-batch."""
     batches = [torch.rand(17, 1, 8, 8) for _ in range(12)]
     for layer in model:
         if isinstance(layer, _BatchNorm):
@@ -86,9 +90,10 @@ def test_equals_the_naive_loop(options: dict[str, object], model: nn.Module, x: 
             nn.init.normal_(layer.bias)
     calibrate(model, batches)
     stats = stochbn.fit(model, batches, conditioned=True, progress=False)
+    stats = replace(stats, tuning=stochbn.Tuning(spread))
     before = copy.deepcopy(model.state_dict())
     pred = stochbn.predict(model, stats, x, num_samples=9, seed=2, **options)
-    expected = naive(model, stats.sample(9, seed=2), x, lambda network: condition(network, 17))
+    expected = naive(model, stats.sample(9, seed=2), x, lambda network: condition(network, batch_size))
     torch.testing.assert_close(pred.samples, expected, rtol=1e-4, atol=1e-5)
     assert all(torch.equal(value, before[name]) for name, value in model.state_dict().items())
 
@@ -136,6 +141,14 @@ def test_the_part_of_an_input_follows_the_spread(stats: stochbn.Fitted) -> None:
     assert shares(stats, spread=8) == [1 / 2, 1 / 2]  # a mini-batch has two at least
     by_layer = dict.fromkeys(stats.layers, 1.0) | {last: 1.5}
     assert shares(replace(stats, tuning=stochbn.Tuning(by_layer)), spread=2) == [1 / 4, 1 / 2]
+
+
+def test_impossible_shares_are_refused(model: nn.Module, stats: stochbn.Fitted, x: Tensor) -> None:
+    draws = stats.sample(3, seed=0)
+    with pytest.raises(ValueError, match=r"shares of shape \(3,\)"):
+        replace(draws, shares={"1": torch.ones(2)})
+    with pytest.raises(ValueError, match=r"unexpected: 'nowhere\.running_mean'"):
+        stochbn.predict(model, replace(draws, shares={"nowhere": torch.ones(3)}), x)
 
 
 def test_without_spread_no_input_counts(model: nn.Module, stats: stochbn.Fitted, x: Tensor) -> None:

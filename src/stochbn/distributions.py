@@ -155,7 +155,7 @@ class Fitted(StatisticsDistribution):
             name: spread * (tuning.spread[name] if isinstance(tuning.spread, Mapping) else tuning.spread)
             for name in self.layers
         }
-        spreads = torch.tensor(list(each.values()), dtype=torch.float64).to(self.centre.device)
+        spreads = torch.tensor(list(each.values()), dtype=torch.float64, device=self.centre.device)
         widths = spreads.repeat_interleave(torch.tensor(self.sizes, device=spreads.device))
         drawn = self.centre + widths * self.deviations(seed, first, num_samples)  # (S, 2, ΣC)
         means = drawn[:, 0].split(self.sizes, dim=1)

@@ -1,6 +1,6 @@
 """A draw: values for a model's BatchNorm buffers, which make it one of many networks."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from typing import overload
 
@@ -42,6 +42,9 @@ class Draws:
         sizes = {name: tuple(values.shape) for name, values in self.buffers.items()}
         if not sizes or any(len(size) != 2 for size in sizes.values()) or len({s for s, _ in sizes.values()}) > 1:
             raise ValueError(f"Expected one (S, C) tensor a buffer with the same S, got {sizes}.")
+        faulty = {name: tuple(values.shape) for name, values in self.shares.items() if values.shape != (len(self),)}
+        if faulty:
+            raise ValueError(f"Expected shares of shape ({len(self)},), one number a draw, got {faulty}.")
 
     def __len__(self) -> int:
         return next(iter(self.buffers.values())).shape[0]
@@ -68,7 +71,7 @@ class Draws:
         allowed = {key for name in self.excluded for key in buffer_names(name)}
         faults = {
             "missing": sorted(own.keys() - self.buffers.keys() - allowed),
-            "unexpected": sorted(self.buffers.keys() - own.keys()),
+            "unexpected": sorted({*self.buffers, *(buffer_names(name)[0] for name in self.shares)} - own.keys()),
             "of another size": [
                 f"{key} ({values.shape[1]} channels, the model has {own[key].numel()})"
                 for key, values in self.buffers.items()
@@ -85,16 +88,9 @@ class Draws:
         return replace(
             self,
             buffers={key: values.to(own[key]) for key, values in self.buffers.items()},
-            shares={name: values.to(own[buffer_names(name)[0]].device) for name, values in self.shares.items()},
-        )
-
-    @staticmethod
-    def cat(parts: "Sequence[Draws]") -> "Draws":
-        """Puts draws of one distribution after each other."""
-
-        def join(mappings: list[Mapping[str, Tensor]]) -> dict[str, Tensor]:
-            return {name: torch.cat([mapping[name] for mapping in mappings]) for name in mappings[0]}
-
-        return replace(
-            parts[0], buffers=join([part.buffers for part in parts]), shares=join([part.shares for part in parts])
+            shares={
+                name: values.to(mean.device, torch.promote_types(mean.dtype, torch.float32))
+                for name, values in self.shares.items()
+                for mean in [own[buffer_names(name)[0]]]
+            },
         )

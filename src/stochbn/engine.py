@@ -116,7 +116,7 @@ class Network:
         self.bytes_a_draw = _BYTES.setdefault(model, {})  # by the shapes of a batch
         self.temperature = 1.0
         self.num_masks = num_masks  # after so many draws, dropout's masks begin anew
-        self.block: tuple[range, Drawn] = (range(0), Drawn({}, {}, {}, torch.zeros(0)))  # the draws at hand
+        self.block: tuple[range, Drawn] = (range(0), Drawn({}, {}, {}, torch.arange(0)))  # the draws at hand
         self.layers: dict[str, Any] = {} if source is None else dict(all_batch_norms(model))
         self.weights: dict[str, Tensor] | None = None
         if dropout:
@@ -287,10 +287,14 @@ class Network:
             ahead = max(stop - start, BLOCK_NUMBERS // numbers)
             self._load(range(start, min(start + ahead, self.num_draws)))
             draws, block = self.block
-        part = Drawn(*tree_map(lambda values: values[start - draws[0] : stop - draws[0]], block))
+        part = slice(start - draws[0], stop - draws[0])
+        buffers = {name: values[part] for name, values in block.buffers.items()}
         if torch.is_grad_enabled():  # the maps carry gradients to the layers' parameters, anew in each pass
-            return part._replace(affines=fold(self.layers, part.buffers))
-        return part
+            affines = fold(self.layers, buffers)
+        else:
+            affines = {name: (scale[part], shift[part]) for name, (scale, shift) in block.affines.items()}
+        shares = {name: values[part] for name, values in block.shares.items()}
+        return Drawn(buffers, affines, shares, block.indices[part])
 
     def _indices(self, draws: range) -> Tensor:
         index = torch.arange(draws.start, draws.stop, device=self.device)

@@ -196,7 +196,7 @@ class _HeldOut:
     def _network(self, number: int, spreads: Sequence[Spread]) -> Network:
         """Returns one of the models with the draws of all spreads, one after the other."""
         member, seed = self.members[number], member_seed(self.seed, number)
-        draws = Draws.cat(
+        draws = _join(
             [replace(member, tuning=Tuning(spread)).sample(self.num_samples, seed=seed) for spread in spreads]
         )
         return Network(
@@ -244,6 +244,15 @@ class _HeldOut:
                     "model's own output on them."
                 )
             outputs.nan_to_num_(0.0, 0.0, 0.0)  # overflow of a spread too wide: as good as no answer
+
+
+def _join(parts: list[Draws]) -> Draws:
+    """Puts draws of one distribution, at different spreads, after each other."""
+    buffers, shares = (
+        {name: torch.cat([mapping[name] for mapping in mappings]) for name in mappings[0]}
+        for mappings in ([part.buffers for part in parts], [part.shares for part in parts])
+    )
+    return replace(parts[0], buffers=buffers, shares=shares)
 
 
 def _second(item: Any) -> Any:

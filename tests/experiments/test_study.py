@@ -43,8 +43,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
             train(recipe, seed, console=quiet())
         study = Study(TINY, num_samples=6, console=quiet())
         study.draw()
-        patch.setattr(compare, "__defaults__", (20,))
-        write_study(measure_study(study, read_draws(study)), folder, quiet())
+        write_study(measure_study(study, read_draws(study), num_resamples=20), folder, quiet())
     return folder
 
 
@@ -203,6 +202,9 @@ def test_intervals_of_differences() -> None:
     assert nll["high"] == pytest.approx(difference.mean().item() + width, abs=0.2 * width)
     assert all(value == 0 for row in found["c − c"].values() for value in row.values())
     assert found["c − a"]["nll"]["low"] < 0 < found["c − a"]["nll"]["high"]
+    few = methods | {"d": method("d", 2.0, 2)}
+    with pytest.raises(ValueError, match="methods with the same networks"):
+        compare(few, labels, [("c", "d")])
     again = compare(methods, labels, [("a", "b")], num_resamples=20)
     assert again == compare(methods, labels, [("a", "b")], num_resamples=20)
 
@@ -225,16 +227,38 @@ def test_a_study_of_some_variants_completes_an_earlier_one(
     assert {job.variant.name for job in some.jobs} == {"One network", "SBN, tuned", "Exact (eq. 3)"}
     part = json.loads(json.dumps(measure_study(some, read_draws(some))))
     assert set(part["methods"]) < set(results["methods"])
+    assert part["command"] == 'stochbn study tiny --samples 6 --only "SBN, tuned" --only "Exact (eq. 3)"'
     whole = carry_over(part, read_study(folder))
     for key in ("methods", "tuning", "cost", "corruptions", "exact", "limits", "draws"):
         assert whole[key] == results[key]
         assert list(whole[key]) == list(results[key])
+    assert whole["weights_sha256"] == results["weights_sha256"]
+    assert len(whole["weights_sha256"]) == 4
     assert set(whole["carried_over"]) == set(results["methods"]) - set(part["methods"])
-    assert set(whole["carried_over"].values()) == {results["commit"]}
+    assert all(source["commit"] == results["commit"] for source in whole["carried_over"].values())
     later = carry_over(part, whole | {"commit": "later"})
     assert later["carried_over"] == whole["carried_over"]  # from where they were measured
     write_study(whole, folder / "again", quiet())
-    assert f"at commit {results['commit']}: SBN;" in (folder / "again" / "study.md").read_text()
+    assert f"`stochbn study tiny --samples 6`, commit {results['commit']}: SBN;" in (
+        (folder / "again" / "study.md").read_text()
+    )
+
+
+def test_nothing_stays_of_what_was_measured_anew(
+    folder: Path, monkeypatch: pytest.MonkeyPatch, results: dict[str, object]
+) -> None:
+    little(monkeypatch, folder)
+    some = Study(TINY, num_samples=6, only=["SBN"], console=quiet())
+    part = json.loads(json.dumps(measure_study(some, read_draws(some))))
+    assert "SBN" not in part["limits"]  # the other spreads are not there
+    old = json.loads(json.dumps(results))
+    for key in ("methods", "exact", "limits"):
+        old[key]["SBN"] = "old"
+    old["comparisons"] |= {"SBN − Dropout": "old", "Dropout − SBN, tuned": "kept"}
+    whole = carry_over(part, old)
+    assert "old" not in [value for key in ("methods", "exact", "limits") for value in whole[key].values()]
+    assert "SBN − Dropout" not in whole["comparisons"]
+    assert whole["comparisons"]["Dropout − SBN, tuned"] == "kept"
 
 
 def test_an_earlier_study_of_other_networks_is_refused(folder: Path, results: dict[str, object]) -> None:
@@ -242,6 +266,11 @@ def test_an_earlier_study_of_other_networks_is_refused(folder: Path, results: di
     other["methods"]["One network"]["each"][0]["nll"] *= 1.01
     with pytest.raises(DataError, match=r"same networks and data.*other networks.*--only"):
         carry_over(results, other)
+    others = results | {"weights_sha256": results["weights_sha256"] | {"tiny-dropout seed 0": "other"}}
+    with pytest.raises(DataError, match="other networks"):
+        carry_over(results, others)
+    with pytest.raises(DataError, match="other num_exact"):
+        carry_over(results, results | {"num_exact": 7})
     with pytest.raises(DataError, match=r"earlier study in .*Leave --only away"):
         read_study(folder / "nowhere")
     with pytest.raises(ValueError, match=r"got SBN tuned\. There are: One network; SBN;"):

@@ -282,6 +282,8 @@ def study(
     data and scored on test, out-of-domain and corrupted images. Needs the networks of `reproduce`. What has been drawn
     is kept, so a run may be stopped and started again; `lenet5` takes an hour or two on a few cores.
 
+    With --only, once for each, some methods are measured anew and join what the folder's study.json has.
+
     Example: `stochbn study lenet5 --compile`
     """
     chosen = _choose(EXPERIMENTS, experiment, "experiment")
@@ -293,11 +295,12 @@ def study(
     torch.set_num_threads(threads or torch.get_num_threads())
     console.rule(f"Study {experiment}")
     folder = out or Path("results", "beyond", experiment)
+    earlier = read_study(folder) if only else None
     plan = Study(chosen, num_samples=samples, data=data, compiles=compile, only=only or (), console=console)
     plan.draw()
     results = measure_study(plan, read_draws(plan))
-    if only:
-        results = carry_over(results, read_study(folder))
+    if earlier:
+        results = carry_over(results, earlier)
     _say(f"Wrote {write_study(results, folder, console)}")
 
 

@@ -37,46 +37,50 @@ def compare(
 ) -> dict[str, dict[str, dict[str, float]]]:
     """Tells by how much the first method of each pair scores above the second, with 95 % intervals.
 
-    A paired bootstrap: images are drawn with replacement, and so are the networks that a method is scored on one by
-    one, the same for all methods. An ensemble stays the one that it is. So the intervals are those of other images and
-    other networks.
+    A paired bootstrap: images are drawn with replacement, and so are the n networks that a method is scored on one by
+    one (n − 1 at a time, which gives their mean its variance), the same for all methods. An ensemble stays the one that
+    it is: the intervals are those of other images and other single networks, given this ensemble. They are mirrored
+    around the difference ("basic"), as resampling adds to scores such as the ECE what it must not add to the interval.
 
     Args:
-        methods: By name. Those scored on networks have the same ones in the same order, or the first of them.
+        methods: By name. Each is scored on the same n networks in the same order, or is one ensemble.
         labels: Of the test data, (N,).
         pairs: Names of methods.
         num_resamples: How often images and networks are drawn.
 
     Returns:
-        `{"first − second": {score: {"difference", "low", "high"}}}`, low and high at 2.5 and 97.5 %.
+        `{"first − second": {score: {"difference", "low", "high"}}}`.
     """
     generator = np.random.default_rng(_SEED)
     used = sorted({name for pair in pairs for name in pair})
     if not used:
         return {}
     counts = {part: len(output.probs) for part, output in methods[used[0]].outputs[0].items()}
+    num_networks = max(len(methods[name].outputs) for name in used)
+    if any(len(methods[name].outputs) not in (1, num_networks) for name in used):
+        raise ValueError(f"Expected methods with the same networks, got {used}. Compare those alone that have all.")
     whole: Rows = {part: np.arange(count) for part, count in counts.items()}
-    exact = {name: _average([_score(output, whole, labels) for output in methods[name].outputs]) for name in used}
+    found = {name: _average([_score(output, whole, labels) for output in methods[name].outputs]) for name in used}
     varied: dict[str, list[dict[str, float]]] = {name: [] for name in used}
     for _ in range(num_resamples):
         rows: Rows = {part: generator.integers(count, size=count) for part, count in counts.items()}
-        place = generator.random(max(len(methods[name].outputs) for name in used))
+        networks = generator.integers(num_networks, size=max(1, num_networks - 1))
         for name in used:
-            outputs = methods[name].outputs
-            each = [_score(output, rows, labels) for output in outputs]
-            varied[name].append(_average([each[int(p * len(outputs))] for p in place]))
-    found: dict[str, dict[str, dict[str, float]]] = {}
+            each = [_score(output, rows, labels) for output in methods[name].outputs]
+            varied[name].append(_average(each if len(each) == 1 else [each[i] for i in networks]))
+    differences: dict[str, dict[str, dict[str, float]]] = {}
     for first, second in pairs:
-        found[f"{first} − {second}"] = {
-            key: {"difference": exact[first][key] - exact[second][key], "low": low, "high": high}
-            for key in exact[first]
+        differences[f"{first} − {second}"] = {
+            key: {"difference": difference, "low": 2 * difference - high, "high": 2 * difference - low}
+            for key in found[first]
+            for difference in [found[first][key] - found[second][key]]
             for low, high in [
                 np.percentile(
                     [a[key] - b[key] for a, b in zip(varied[first], varied[second], strict=True)], [2.5, 97.5]
                 )
             ]
         }
-    return found
+    return differences
 
 
 def _score(output: Mapping[str, Output], rows: Rows, labels: Tensor) -> dict[str, float]:
@@ -111,7 +115,8 @@ def measure_draws(study: Study, files: dict[Job, File]) -> list[dict[str, float]
 def measure_limits(study: Study, files: dict[Job, File]) -> dict[str, dict[str, float]]:
     """Finds what the best spread and temperature, chosen on the test labels themselves, would have given.
 
-    That is no result, but the end of what choosing can do: whatever is chosen on other data is at least as high.
+    That is no result, but the end of what choosing one spread and one temperature for a network can do with S draws,
+    between the smallest and the largest spread that were tried; a parabola goes through the best and its neighbours.
     `nll` is with the best spread, `nll_temperature` with the best of both, `nll_temperature_only` at the fitted spread;
     each the mean over networks of the lowest NLL of each. `auroc` is the highest of the spreads that were tried.
     """
@@ -126,6 +131,8 @@ def measure_limits(study: Study, files: dict[Job, File]) -> dict[str, dict[str, 
                 if (other.recipe, other.seed) == (job.recipe, job.seed)
                 and (other.variant == job.variant or other.variant.name.startswith(f"{name}, spread"))
             }
+            if drawn.keys() != {1.0, *LIMITS.get(name, ())}:
+                continue  # some were not drawn
             curves = {
                 spread: [(t, stochbn.nll(draws.average("test", t).probs, labels).item()) for t in TEMPERATURES]
                 for spread, draws in sorted(drawn.items())

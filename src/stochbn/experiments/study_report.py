@@ -177,18 +177,21 @@ def describe(results: dict[str, Any]) -> str:
         f"Against exact inference: {results['num_exact']} test and as many "
         "out-of-domain inputs for each of its networks; distances in its own row are what chance makes between two "
         "halves of its mini-batches.",
-        f"Differences: paired bootstrap over test and out-of-domain images, and over networks where a method is scored "
-        f"on each; {results['num_resamples']} resamples. An interval without 0 is in bold.",
-        "Chosen on test data: what the best choice of a spread and a temperature could have given, by the test labels "
-        "themselves. No method; a limit to what choosing on other data can reach.",
+        "Differences: paired bootstrap over test and out-of-domain images, and over networks where a method is scored "
+        f"on each, given the one ensemble; {results['num_resamples']} resamples. An interval without 0 is in bold; "
+        "among so many, one or two may be so by chance.",
+        "Chosen on test data: what the best spread and temperature of each network, found by the test labels "
+        f"themselves, would have given with {results['num_samples']} draws. No method; a limit to what choosing them "
+        "on other data can reach.",
     ]
     if results.get("carried_over"):
-        kept: dict[str, list[str]] = {commit: [] for commit in results["carried_over"].values()}
-        for name, commit in results["carried_over"].items():
-            kept[commit] += [] if name.endswith(TEMPERED) else [name]
+        kept: dict[str, list[str]] = {}
+        for name, source in results["carried_over"].items():
+            if not name.endswith(TEMPERED):
+                kept.setdefault(f"`{source['command']}`, commit {source['commit']}", []).append(name)
         notes += [
-            f"Measured earlier, on the same networks and data, at commit {commit}: {'; '.join(names)}."
-            for commit, names in kept.items()
+            f"Measured earlier on the same networks and data, by {source}: {'; '.join(names)}."
+            for source, names in kept.items()
         ]
     draws = Grid(
         ["The first draws of " + EXHAUSTIVE.removesuffix(", all draws"), "NLL", "ECE, %", "median entropy", "AUROC"],

@@ -28,8 +28,8 @@ COMPARISONS = (
 )
 
 
-def measure_study(study: Study, files: dict[Job, File]) -> dict[str, Any]:
-    """Returns every number of the study."""
+def measure_study(study: Study, files: dict[Job, File], *, num_resamples: int = NUM_RESAMPLES) -> dict[str, Any]:
+    """Returns every number of the study; differences by so many resamples."""
     entries = list_entries(study, files)
     validation = study.splits["validation"].labels
     methods: dict[str, Method] = {}
@@ -52,7 +52,14 @@ def measure_study(study: Study, files: dict[Job, File]) -> dict[str, Any]:
     scores = score(Results({}, study.splits["test"].labels, methods, True))
     numbers = {
         "experiment": study.experiment.name,
-        **provenance(f"stochbn study {study.experiment.name} --samples {study.num_samples}"),
+        **provenance(
+            " ".join(
+                [
+                    f"stochbn study {study.experiment.name} --samples {study.num_samples}",
+                    *(f'--only "{name}"' for name in study.only),
+                ]
+            )
+        ),
         "drawn_at": sorted({file.header["commit"] for file in files.values()}),
         "num_samples": study.num_samples,
         "num_compared": NUM_COMPARED,
@@ -79,8 +86,14 @@ def measure_study(study: Study, files: dict[Job, File]) -> dict[str, Any]:
             methods,
             study.splits["test"].labels,
             [pair for pair in COMPARISONS if all(name in methods for name in pair)],
+            num_resamples,
         ),
-        "num_resamples": NUM_RESAMPLES,
+        "num_resamples": num_resamples,
+        "weights_sha256": {
+            f"{job.recipe.name} seed {job.seed}": file.header["weights_sha256"][0]
+            for job, file in files.items()
+            if job.variant.tuned != "ensemble"
+        },
     }
     found: dict[str, Any] = rounded(numbers)
     return found
@@ -89,31 +102,47 @@ def measure_study(study: Study, files: dict[Job, File]) -> dict[str, Any]:
 def carry_over(results: dict[str, Any], earlier: dict[str, Any]) -> dict[str, Any]:
     """Completes a study of some variants by an earlier one of the same networks, and tells which rows come from there.
 
+    What the earlier one says of a method that was measured anew is dropped, also where it was set against another.
+
     Raises:
-        DataError: The plain networks are others, or they were scored on other data.
+        DataError: It is of other networks or data.
     """
-    different = [
-        key for key in ("experiment", "num_samples", "draw_seed", "num_inputs") if results[key] != earlier[key]
-    ]
-    ours, theirs = ([one["nll"] for one in study["methods"][PLAIN]["each"]] for study in (results, earlier))
-    # The same weights give the same NLL, but for rounding, which may differ between machines.
-    if len(ours) != len(theirs) or not np.allclose(ours, theirs, rtol=1e-3):
+    same = ("experiment", "num_samples", "draw_seed", "num_inputs", "num_compared", "num_exact")
+    different = [key for key in same if results[key] != earlier.get(key, results[key])]
+    ours, theirs = (study.get("weights_sha256", {}) for study in (results, earlier))
+    if any(ours[name] != theirs[name] for name in ours.keys() & theirs.keys()) or not _alike(results, earlier):
         different.append("networks")
     if different:
         raise DataError(
             f"Expected an earlier study of the same networks and data, got one with other {', '.join(different)}. Draw "
             "all variants (leave --only away), or write into another folder (--out)."
         )
+    anew = results["methods"].keys()
     whole = dict(results)
-    order = [*(variant.name for variant in VARIANTS), *ENSEMBLES]
+    position = {name: place for place, name in enumerate([*(variant.name for variant in VARIANTS), *ENSEMBLES])}
     for key in ("methods", "temperatures", "tuning", "cost", "corruptions", "exact", "limits"):
-        joined = earlier.get(key, {}) | results[key]
-        whole[key] = dict(sorted(joined.items(), key=lambda item: order.index(item[0].removesuffix(TEMPERED))))
-    whole["comparisons"] = earlier.get("comparisons", {}) | results["comparisons"]
+        kept = {name: value for name, value in earlier.get(key, {}).items() if name not in anew}
+        joined = sorted(
+            (kept | results[key]).items(), key=lambda item: position.get(item[0].removesuffix(TEMPERED), len(position))
+        )
+        whole[key] = dict(joined)
+    whole["comparisons"] = {
+        name: found for name, found in earlier.get("comparisons", {}).items() if anew.isdisjoint(name.split(" − "))
+    } | results["comparisons"]
     whole["draws"] = results["draws"] or earlier.get("draws", [])
+    whole["weights_sha256"] = theirs | ours
     known = earlier.get("carried_over", {})
-    kept = {name: known.get(name, earlier["commit"]) for name in whole["methods"] if name not in results["methods"]}
-    return whole | {"carried_over": kept}
+    source = {key: earlier[key] for key in ("command", "commit", "versions")}
+    whole["carried_over"] = {name: known.get(name, source) for name in whole["methods"] if name not in anew}
+    return whole
+
+
+def _alike(results: dict[str, Any], earlier: dict[str, Any]) -> bool:
+    """Tells whether the plain networks have the same NLL, but for rounding, which may differ between machines."""
+    ours, theirs = (
+        [one["nll"] for one in study["methods"].get(PLAIN, {"each": []})["each"]] for study in (results, earlier)
+    )
+    return len(ours) == len(theirs) and np.allclose(ours, theirs, rtol=1e-3)
 
 
 def _score_corrupted(study: Study, entry: Entry, temperatures: dict[Draws, float]) -> dict[str, Any]:
