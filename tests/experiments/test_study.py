@@ -94,7 +94,7 @@ def test_nothing_is_chosen_on_test_data(study: Study, folder: Path, monkeypatch:
         assert (stats and stats.tuning and json.loads(json.dumps(asdict(stats.tuning)))) == file.header.get("tuning")
         tuned += job.variant.tuned is not None
         network = changed.network(job.recipe, job.seed)
-        samples = changed._samples(network, stats, changed.splits["validation"], job)
+        samples = changed._samples(network, stats, changed.splits["validation"], "validation", job)
         ours, theirs = (Draws((one,)).choose_temperature(labels) for one in (File({}, {"validation": samples}), file))
         assert ours == theirs
     assert tuned > 10
@@ -157,6 +157,12 @@ def test_all_draws_are_all_that_were_kept(study: Study, results: dict[str, objec
     assert results["cost"][EXHAUSTIVE]["passes"] == kept
     assert [row["num_samples"] for row in results["draws"]] == [4, 8, 16, 32, 64, kept]
     assert results["draws"][-1]["nll"] == pytest.approx(results["methods"][EXHAUSTIVE]["scores"]["nll"]["value"])
+    some = next(job for job in study.jobs if job.variant.name == EXHAUSTIVE.removesuffix(", all draws"))
+    assert torch.equal(File.read(some.path).tensors["test"], file.tensors["test"][:6])
+    again = study._samples(
+        study.network(some.recipe, 0), study.source(some), study.splits["test"], "test", some
+    )  # and would have been drawn so
+    torch.testing.assert_close(again, file.tensors["test"][:6], rtol=2e-3, atol=2e-3)
     first = [
         stochbn.nll(File.read(job.path).tensors["test"][:4].double().exp().mean(0), labels).item()
         for job in study.jobs
