@@ -62,6 +62,11 @@ class Variant:
     exhaustive: bool = False
     everywhere: bool = False
 
+    @property
+    def approximates(self) -> bool:
+        """Tells whether it is meant to be exact inference with one network, nothing being chosen."""
+        return not (self.family == "exact" or self.tuned or self.dropout or self.spread)
+
 
 # Whose best spread is found on the test data themselves, and the spreads that are tried beside the fitted one.
 LIMITS: dict[str, tuple[float, ...]] = {
@@ -231,7 +236,16 @@ class Study:
             return len(stats.observations)
         return self.num_samples
 
-    def _samples(self, network: nn.Module, stats: stochbn.Fitted | None, split: Split, part: str, job: Job) -> Tensor:
+    def _samples(
+        self,
+        network: nn.Module,
+        stats: stochbn.Fitted | None,
+        split: Split,
+        part: str,
+        job: Job,
+        *,
+        compiles: bool | None = None,
+    ) -> Tensor:
         """Returns the log-probabilities of each draw, (S, N, K) in float16."""
         found = stochbn.predict(
             network,
@@ -241,14 +255,14 @@ class Study:
             seed=member_seed(DRAW_SEED, job.seed),
             link="identity",
             dropout=job.variant.dropout,
-            compile=self.compiles,
+            compile=self.compiles if compiles is None else compiles,
             progress=self.console.is_terminal,
         ).samples
         assert found is not None
         return found.log_softmax(2).half()
 
     def _draw_exactly(self, job: Job) -> dict[str, Tensor]:
-        """Draws twice S mini-batches on some inputs, to compare each half with the other."""
+        """Draws twice S mini-batches on some inputs, to compare each half with the other and what is to come close."""
         network = self.network(job.recipe, job.seed)
         tensors: dict[str, Tensor] = {}
         for part in PARTS:
@@ -265,6 +279,12 @@ class Study:
             ).samples
             assert found is not None
             tensors |= {part: found.log_softmax(2).half(), f"{part}/index": index}
+            for variant in VARIANTS:
+                if variant.approximates:
+                    other = replace(job, variant=variant)
+                    tensors[f"{part}/{variant.name}"] = self._samples(
+                        network, self.source(other), self.splits[part][index], part, other, compiles=False
+                    )
         return tensors
 
     def source(self, job: Job) -> stochbn.Fitted | None:

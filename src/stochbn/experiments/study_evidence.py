@@ -14,7 +14,7 @@ from torch import Tensor
 import stochbn
 from stochbn.experiments.predictions import PARTS, File
 from stochbn.experiments.scores import Method, Output, Values, detect, measure
-from stochbn.experiments.study import LIMITS, NUM_COMPARED, PLAIN, Job, Study
+from stochbn.experiments.study import LIMITS, NUM_COMPARED, PLAIN, VARIANTS, Job, Study
 from stochbn.experiments.study_scores import Draws
 from stochbn.tuning import TEMPERATURES, find_minimum
 from stochbn.uncertainty import brier, ece, error, nll
@@ -141,8 +141,10 @@ def measure_limits(study: Study, files: dict[Job, File]) -> dict[str, dict[str, 
             rows.append(
                 {
                     "nll": find_minimum([(spread, dict(curve)[1.0]) for spread, curve in curves.items()])[1],
-                    "nll_temperature_only": find_minimum(curves[1.0])[1],
-                    "nll_temperature": find_minimum([(k, find_minimum(curve)[1]) for k, curve in curves.items()])[1],
+                    "nll_temperature_only": min(loss for _, loss in curves[1.0]),
+                    "nll_temperature": min(
+                        find_minimum([(k, dict(curve)[t]) for k, curve in curves.items()])[1] for t in TEMPERATURES
+                    ),
                     "auroc": max(detect(*pair)["auroc"] for pair in entropies),
                 }
             )
@@ -170,12 +172,16 @@ def measure_distances(study: Study, files: dict[Job, File]) -> dict[str, dict[st
             for half in (0, 1)
         ]
         others = {
+            variant.name: {
+                part: Draws((File({}, {part: file.tensors[f"{part}/{variant.name}"]}),)).average(part).probs
+                for part in PARTS
+            }
+            for variant in VARIANTS
+            if variant.approximates
+        } | {
             other.variant.name: {part: Draws((drawn,)).average(part).probs[index[part]] for part in PARTS}
             for other, drawn in files.items()
-            if (other.recipe, other.seed) == (job.recipe, job.seed)
-            and other.variant.family != "exact"
-            and other.variant.tuned != "ensemble"
-            and other.variant.spread is None
+            if (other.recipe, other.seed) == (job.recipe, job.seed) and other.variant.tuned in ("network", "layers")
         }
         labels = study.splits["test"].labels[index["test"]]
         whole = {part: (halves[0][part] + halves[1][part]) / 2 for part in PARTS}

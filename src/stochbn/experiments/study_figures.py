@@ -90,7 +90,7 @@ def draw_tuning(results: dict[str, Any]) -> Figure:
     axes = figure.subplots()
     colours = iter((GREEN, VERMILION, BLUE, ORANGE, PURPLE, "#777777"))
     for name, found in results["tuning"].items():
-        if name.startswith(("Members", "Dropout")) or name.endswith("by layer"):
+        if name.startswith(("Members", "Dropout")) or name.endswith("by layer") or name == EXHAUSTIVE:
             continue
         curves = [{spread: loss for spread, _, loss in one["curve"]} for one in found]
         spreads = sorted(set.intersection(*map(set, curves)))  # a search may have gone on for some networks

@@ -193,6 +193,7 @@ def describe(results: dict[str, Any]) -> str:
             f"Measured earlier on the same networks and data, by {source}: {'; '.join(names)}."
             for source, names in kept.items()
         ]
+        notes.append("Hours of training are those of the run that a row was measured on; machines and loads differ.")
     draws = Grid(
         ["The first draws of " + EXHAUSTIVE.removesuffix(", all draws"), "NLL", "ECE, %", "median entropy", "AUROC"],
         [

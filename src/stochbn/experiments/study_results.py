@@ -102,7 +102,8 @@ def measure_study(study: Study, files: dict[Job, File], *, num_resamples: int = 
 def carry_over(results: dict[str, Any], earlier: dict[str, Any]) -> dict[str, Any]:
     """Completes a study of some variants by an earlier one of the same networks, and tells which rows come from there.
 
-    What the earlier one says of a method that was measured anew is dropped, also where it was set against another.
+    What the earlier one says of a method that was measured anew is dropped, also where it was set against another; and
+    all distances to exact inference, if they were.
 
     Raises:
         DataError: It is of other networks or data.
@@ -126,6 +127,7 @@ def carry_over(results: dict[str, Any], earlier: dict[str, Any]) -> dict[str, An
             (kept | results[key]).items(), key=lambda item: position.get(item[0].removesuffix(TEMPERED), len(position))
         )
         whole[key] = dict(joined)
+    whole["exact"] = results["exact"] or whole["exact"]
     whole["comparisons"] = {
         name: found for name, found in earlier.get("comparisons", {}).items() if anew.isdisjoint(name.split(" − "))
     } | results["comparisons"]
