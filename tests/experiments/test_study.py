@@ -235,9 +235,15 @@ def test_a_study_of_some_variants_completes_an_earlier_one(
     assert set(part["methods"]) < set(results["methods"])
     assert part["command"] == 'stochbn study tiny --samples 6 --only "SBN, tuned" --only "Exact (eq. 3)"'
     whole = carry_over(part, read_study(folder))
-    for key in ("methods", "tuning", "cost", "corruptions", "exact", "limits", "draws"):
+    for key in ("methods", "tuning", "cost", "corruptions", "limits", "draws"):
         assert whole[key] == results[key]
         assert list(whole[key]) == list(results[key])
+    assert whole["exact"] == part["exact"]  # measured anew, so none of the earlier distances stays
+    assert part["exact"].items() <= results["exact"].items()
+    assert {"Low rank", "Empirical", "SBN, tuned"} <= part["exact"].keys()
+    assert carry_over(part | {"exact": {}}, read_study(folder))["exact"].keys() == (
+        results["exact"].keys() - part["methods"].keys()
+    )
     assert whole["weights_sha256"] == results["weights_sha256"]
     assert len(whole["weights_sha256"]) == 4
     assert set(whole["carried_over"]) == set(results["methods"]) - set(part["methods"])
