@@ -32,7 +32,7 @@ NUM_COMPARED = 3  # networks on which side issues are measured
 NUM_STRANGE = 5000  # out-of-domain images
 NUM_CORRUPTED = 200  # test images at each strength of each corruption
 NUM_EXACT = 200  # inputs of each part for exact inference
-VALIDATION_SAMPLES = 16  # enough to choose a temperature: of 1, 1.5, 2, 2.5 and 3, 50 and 200 draws choose the same
+VALIDATION_SAMPLES = 16  # to choose a temperature by
 
 
 @dataclass(frozen=True)
