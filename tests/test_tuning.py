@@ -75,6 +75,24 @@ def test_finds_a_temperature(sharp: nn.Module, batches: list[Tensor], held_out: 
     assert min(loss for *_, loss in tuned.tuning.curve) < min(loss for *_, loss in plain.tuning.curve)
 
 
+def test_a_temperature_alone(sharp: nn.Module, batches: list[Tensor], held_out: list[Tensor]) -> None:
+    """At the fitted spread, by brute force."""
+    stats = stochbn.fit(sharp, batches, progress=False)
+    data = drawn_labels(sharp, stats, held_out[:3], 2.0)
+    labels = torch.cat([y for _, y in data])
+    tuned = stochbn.tune(sharp, stats, data, spread=False, temperature=True, progress=False)
+    assert tuned.tuning.spread == 1.0
+    assert tuned.tuning.curve == ((1.0, tuned.tuning.temperature, pytest.approx(tuned.tuning.curve[0][2])),)
+
+    def loss(temperature: float) -> float:
+        tried = replace(stats, tuning=Tuning(1.0, temperature))
+        return stochbn.nll(stochbn.predict(sharp, tried, data, num_samples=8).probs, labels).item()
+
+    found = loss(tuned.tuning.temperature)
+    assert found == pytest.approx(tuned.tuning.curve[0][2], rel=1e-3)  # of a parabola
+    assert found <= min(loss(tuned.tuning.temperature * factor) for factor in (0.8, 0.9, 1.1, 1.25))
+
+
 class Times(nn.Module):
     def __init__(self, factor: float) -> None:
         super().__init__()
@@ -248,5 +266,9 @@ def test_mistakes(model: nn.Module, stats: stochbn.Fitted, x: Tensor) -> None:
         stochbn.tune(model, stats, data, groups=4)
     with pytest.raises(ValueError, match="class indices"):
         stochbn.tune(model, stats, [(x, torch.full((7,), 3))], progress=False)
+    with pytest.raises(ValueError, match="a spread or a temperature to choose, got spread=False"):
+        stochbn.tune(model, stats, data, spread=False)
+    with pytest.raises(ValueError, match="and no groups"):
+        stochbn.tune(model, stats, data, spread=False, temperature=True, groups=2)
     with pytest.raises(TypeError, match="DataLoader or another iterable"):
         stochbn.tune(model, stats, x)

@@ -42,6 +42,7 @@ def tune(
     stats: T,
     loader: Iterable[Any],
     *,
+    spread: bool = True,
     temperature: bool = False,
     groups: int = 1,
     num_samples: int = 8,
@@ -61,6 +62,8 @@ def tune(
         model: A trained classifier, or several, which are then tuned together, to one spread and temperature.
         stats: What `fit` returned for it; for several a sequence.
         loader: Held-out data with labels, seen neither in training nor in the test: batches `(x, y)`.
+        spread: Choose the spread. False leaves the fitted one, for a temperature alone: the NLL of held-out data cannot
+            see what a narrower spread costs on strange inputs.
         temperature: Choose one too: what every draw's outputs are divided by before the softmax.
         groups: Into how many groups of successive layers the network is cut, each with a spread of its own; as many as
             there are layers for one each. They are chosen one after the other, in one more pass each.
@@ -106,6 +109,11 @@ def tune(
     check_loader(loader)
     groups, num_samples = check_whole("groups", groups, 1), check_whole("num_samples", num_samples, 2)
     names = list(members[0].layers)
+    if not spread and (groups > 1 or not temperature):
+        raise ValueError(
+            f"Expected a spread or a temperature to choose, got spread=False with {groups=} and {temperature=}. Pass "
+            "temperature=True, and no groups, which are for spreads."
+        )
     if groups > 1 and (groups > len(names) or any(list(member.layers) != names for member in members)):
         raise ValueError(
             f"Expected at most as many groups as layers, and the same layers in all models, got {groups} groups for "
@@ -123,25 +131,25 @@ def tune(
         temperatures=TEMPERATURES if temperature else (1.0,),
         progress=progress,
     )
-    curve = held_out.try_spreads(SPREADS, "tune")
-    if _best(curve)[0] == SPREADS[0]:
+    curve = held_out.try_spreads(SPREADS if spread else (1.0,), "tune")
+    if spread and _best(curve)[0] == SPREADS[0]:
         curve = held_out.try_spreads(NARROWER, "tune, narrower") + curve
-    elif _best(curve)[0] == SPREADS[-1]:
+    elif spread and _best(curve)[0] == SPREADS[-1]:
         curve += held_out.try_spreads(WIDER, "tune, wider")
-    spread, found = _best(curve)
-    if spread == NARROWER[0]:
+    best, found = _best(curve)
+    if best == NARROWER[0]:
         warnings.warn(
-            f"The NLL is lowest at {spread:g}, the smallest spread tried: on these data draws do not improve it. The "
+            f"The NLL is lowest at {best:g}, the smallest spread tried: on these data draws do not improve it. The "
             "fitted spread may still tell strange inputs apart; tuning.curve has the NLL that it costs.",
             stacklevel=2,
         )
-    elif spread == WIDER[-1]:
+    elif best == WIDER[-1]:
         warnings.warn(
-            f"The NLL is lowest at {spread:g}, the largest spread tried: draws far wider than mini-batches ever were. "
+            f"The NLL is lowest at {best:g}, the largest spread tried: draws far wider than mini-batches ever were. "
             "Check that the labels are those of the inputs.",
             stacklevel=2,
         )
-    chosen: Spread = spread
+    chosen: Spread = best
     bounds = [round(number * len(names) / groups) for number in range(groups + 1)] if groups > 1 else []
     for start, stop in itertools.pairwise(bounds):
         before = chosen if isinstance(chosen, Mapping) else dict.fromkeys(names, chosen)

@@ -537,6 +537,7 @@ def test_tune_gives_the_library_s_numbers(run, own):
     assert run(*predict(stats="tuned.sbn", samples=3))[0] == 0
     prediction = stochbn.predict(own["model"], expected, own["x"], num_samples=3)
     torch.testing.assert_close(read_csv("pred.csv")["entropy"], prediction.entropy)
+    assert "Chose spread 1, temperature" in run(*tune, "--no-spread", "--temperature")[1]
 
 
 def test_tune_needs_labels(run, refused, own):

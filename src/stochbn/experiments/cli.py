@@ -342,6 +342,7 @@ def tune(
     stats: Annotated[Path, typer.Option(help="What `fit` wrote.")],
     data: Annotated[str, typer.Option(help="Held-out inputs x and labels y; as in `fit`.")],
     out: Annotated[Path, typer.Option(help="File to write, such as net.sbn.safetensors.")],
+    spread: Annotated[bool, typer.Option(help="Choose the spread, or leave the fitted one.")] = True,
     temperature: Annotated[bool, typer.Option("--temperature", help="Choose a temperature too.")] = False,
     groups: Annotated[int, typer.Option(min=1, help="Groups of layers with a spread of their own.")] = 1,
     samples: Annotated[int, typer.Option(min=2, help="Networks drawn for each spread that is tried.")] = 8,
@@ -359,7 +360,8 @@ def tune(
 
     prepare_out(out, checkpoint, data, stats)
     model = load_model(factory, checkpoint, device, console)
-    options: dict[str, Any] = {"temperature": temperature, "groups": groups, "num_samples": samples, "dropout": dropout}
+    options: dict[str, Any] = {"spread": spread, "temperature": temperature, "groups": groups}
+    options |= {"num_samples": samples, "dropout": dropout}
     tune_data(model, stats, data, out, console, batch_size=batch_size, **options)
 
 
