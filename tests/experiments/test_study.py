@@ -21,7 +21,7 @@ from stochbn.experiments.predictions import File
 from stochbn.experiments.recipes import RECIPES, Experiment
 from stochbn.experiments.scores import Method, Output
 from stochbn.experiments.sources import DataError
-from stochbn.experiments.study import EXHAUSTIVE, VARIANTS, Study, take_apart
+from stochbn.experiments.study import EXHAUSTIVE, LAST, VARIANTS, Study, take_apart
 from stochbn.experiments.study_evidence import compare
 from stochbn.experiments.study_report import read_study, write_study
 from stochbn.experiments.study_results import COMPARISONS, TEMPERED, carry_over, measure_study
@@ -94,7 +94,7 @@ def test_nothing_is_chosen_on_test_data(study: Study, folder: Path, monkeypatch:
         assert (stats and stats.tuning and json.loads(json.dumps(asdict(stats.tuning)))) == file.header.get("tuning")
         tuned += job.variant.tuned is not None
         network = changed.network(job.recipe, job.seed)
-        samples = changed._samples(network, stats, changed.splits["validation"], "validation", job)
+        samples = changed._samples(network, stats, changed.splits["validation"], job)
         ours, theirs = (Draws((one,)).choose_temperature(labels) for one in (File({}, {"validation": samples}), file))
         assert ours == theirs
     assert tuned > 10
@@ -155,12 +155,14 @@ def test_all_draws_are_all_that_were_kept(study: Study, results: dict[str, objec
     kept = len(study.source(job).observations)
     assert len(file.tensors["test"]) == kept > 6
     assert results["cost"][EXHAUSTIVE]["passes"] == kept
-    assert [row["num_samples"] for row in results["draws"]] == [4, 8, 16, 32, 64, kept]
-    assert results["draws"][-1]["nll"] == pytest.approx(results["methods"][EXHAUSTIVE]["scores"]["nll"]["value"])
+    for name in (EXHAUSTIVE, LAST + TEMPERED):
+        rows = results["draws"][name]
+        assert [row["num_samples"] for row in rows] == [4, 8, 16, 32, 64, kept]
+        assert rows[-1]["nll"] == pytest.approx(results["methods"][name]["scores"]["nll"]["value"])
     some = next(job for job in study.jobs if job.variant.name == EXHAUSTIVE.removesuffix(", all draws"))
     assert torch.equal(File.read(some.path).tensors["test"], file.tensors["test"][:6])
     again = study._samples(
-        study.network(some.recipe, 0), study.source(some), study.splits["test"], "test", some
+        study.network(some.recipe, 0), study.source(some), study.splits["test"], some
     )  # and would have been drawn so
     torch.testing.assert_close(again, file.tensors["test"][:6], rtol=2e-3, atol=2e-3)
     first = [
@@ -168,12 +170,31 @@ def test_all_draws_are_all_that_were_kept(study: Study, results: dict[str, objec
         for job in study.jobs
         if job.variant.name == EXHAUSTIVE
     ]
-    assert results["draws"][0]["nll"] == pytest.approx(np.mean(first), rel=1e-3)
+    assert results["draws"][EXHAUSTIVE][0]["nll"] == pytest.approx(np.mean(first), rel=1e-3)
+
+
+def test_the_last_layer_alone(study: Study, results: dict[str, object]) -> None:
+    job = next(job for job in study.jobs if job.variant.name == LAST)
+    stats, network = study.source(job), study.network(job.recipe, 0)
+    names = [name for name, module in network.named_modules() if isinstance(module, torch.nn.BatchNorm1d)]
+    assert list(stats.layers) == names[-1:]
+    assert len(stats.excluded) == 2
+    assert stats.conditioned
+    assert stats.tuning is None
+    tuned = study.source(next(job for job in study.jobs if job.variant.name == f"{LAST}, tuned"))
+    assert list(tuned.layers) == names[-1:]
+    assert tuned.tuning is not None
+    members = [File.read(job.path).tensors["test"] for job in study.jobs if job.variant.name == LAST]
+    whole = torch.cat(members).double().exp().mean(0)
+    labels = study.splits["test"].labels
+    assert results["methods"]["Deep Ensembles + last layer"]["scores"]["nll"]["value"] == pytest.approx(
+        stochbn.nll(whole, labels).item(), rel=1e-3
+    )
 
 
 def test_no_choice_is_better_than_the_limit(results: dict[str, object]) -> None:
     found, methods = results["limits"], results["methods"]
-    assert found.keys() == {"One network", "SBN", "Empirical, conditioned"}
+    assert found.keys() == {"One network", "SBN", "Empirical, conditioned", LAST}
     for name, limit in found.items():
         own = [one["nll"] for one in methods[name]["each"]]
         tempered = [one["nll"] for one in methods[name + TEMPERED]["each"]]

@@ -26,13 +26,13 @@ from stochbn.experiments.predictions import PARTS, File
 from stochbn.experiments.recipes import Experiment, Recipe
 from stochbn.experiments.sources import cache_dir
 from stochbn.seeding import member_seed
+from stochbn.statistics import all_batch_norms
 
-FORMAT = 2  # of the draws in the cache and what they mean
+FORMAT = 3  # of the draws in the cache and what they mean
 NUM_COMPARED = 3  # networks on which side issues are measured
 NUM_STRANGE = 5000  # out-of-domain images
 NUM_CORRUPTED = 200  # test images at each strength of each corruption
 NUM_EXACT = 200  # inputs of each part for exact inference
-VALIDATION_SAMPLES = 16  # to choose a temperature by
 
 
 @dataclass(frozen=True)
@@ -46,6 +46,7 @@ class Variant:
         tuned: Whether the spread is chosen on validation data: one for the network, for each layer, or one for all
             networks of an ensemble.
         dropout: Whether it is for the networks with dropout.
+        last: Whether the last BatchNorm layer alone is drawn, and the others keep to their running statistics.
         apart: Of "empirical", which of its correlations are destroyed: those between layers; between channels too; all.
         spread: A spread to measure on test data, to know what the best choice of one would have given.
         exhaustive: Of "empirical", whether each mini-batch that was kept is drawn once, in place of S of them.
@@ -57,6 +58,7 @@ class Variant:
     conditioned: bool = False
     tuned: Literal["network", "layers", "ensemble"] | None = None
     dropout: bool = False
+    last: bool = False
     apart: Literal["layers", "channels", "numbers"] | None = None
     spread: float | None = None
     exhaustive: bool = False
@@ -72,9 +74,12 @@ class Variant:
 LIMITS: dict[str, tuple[float, ...]] = {
     "SBN": (2**0.5, 2.0, 2**1.5),
     "Empirical, conditioned": (2**-0.5, 2**0.5, 2.0),
+    "Last layer": (2**-0.5, 2**0.5, 2.0),
 }
 PLAIN = "One network"
 EXHAUSTIVE = "Empirical, conditioned, tuned, all draws"
+LAST = "Last layer"  # in full: empirical, conditioned, the last layer alone, all draws
+_LAST: dict[str, Any] = {"family": "empirical", "conditioned": True, "last": True, "exhaustive": True}
 VARIANTS = (
     Variant(PLAIN, everywhere=True),
     Variant("SBN", "factorized", everywhere=True),
@@ -89,6 +94,9 @@ VARIANTS = (
     Variant("Empirical, conditioned", "empirical", conditioned=True),
     Variant(EXHAUSTIVE, "empirical", conditioned=True, tuned="network", exhaustive=True, everywhere=True),
     Variant("Empirical, conditioned, tuned", "empirical", conditioned=True, tuned="network", everywhere=True),
+    Variant(LAST, **_LAST, everywhere=True),
+    Variant(f"{LAST}, tuned", **_LAST, tuned="network", everywhere=True),
+    Variant("SBN, last layer, tuned", "factorized", tuned="network", last=True, everywhere=True),
     Variant("Members of SBN, tuned", "factorized", tuned="ensemble", everywhere=True),
     Variant("Members of empirical, tuned", "empirical", conditioned=True, tuned="ensemble", everywhere=True),
     Variant("Dropout", dropout=True, everywhere=True),
@@ -103,6 +111,7 @@ VARIANTS = (
         Variant(f"Empirical, conditioned, spread {k:.2f}", "empirical", conditioned=True, spread=k)
         for k in LIMITS["Empirical, conditioned"]
     ),
+    *(Variant(f"{LAST}, spread {k:.2f}", **_LAST, spread=k) for k in LIMITS[LAST]),
 )
 
 
@@ -216,8 +225,8 @@ class Study:
             parts |= self.corrupted
         network, more = self.network(job.recipe, job.seed), self._more(job)
         if more is not None:  # draw i is the same however many there are
-            return header, {part: more.tensors[part][: self._count(stats, part, job)] for part in parts}
-        return header, {part: self._samples(network, stats, split, part, job) for part, split in parts.items()}
+            return header, {part: more.tensors[part][: self._count(stats, job)] for part in parts}
+        return header, {part: self._samples(network, stats, split, job) for part, split in parts.items()}
 
     def _more(self, job: Job) -> File | None:
         """Returns the draws of the same variant with all mini-batches, if they are there."""
@@ -227,10 +236,8 @@ class Study:
                 return File.read(other.path) if is_current(other.path, self._identity(other)) else None
         return None
 
-    def _count(self, stats: stochbn.Fitted | None, part: str, job: Job) -> int:
-        """Returns how many draws are made."""
-        if part == "validation":
-            return self.num_samples if job.variant.exhaustive else min(VALIDATION_SAMPLES, self.num_samples)
+    def _count(self, stats: stochbn.Fitted | None, job: Job) -> int:
+        """Returns how many draws are made: on validation data, where a temperature is chosen, as many as elsewhere."""
         if job.variant.exhaustive:
             assert isinstance(stats, stochbn.Empirical)
             return len(stats.observations)
@@ -241,7 +248,6 @@ class Study:
         network: nn.Module,
         stats: stochbn.Fitted | None,
         split: Split,
-        part: str,
         job: Job,
         *,
         compiles: bool | None = None,
@@ -251,7 +257,7 @@ class Study:
             network,
             stats,
             input_batches(split),
-            num_samples=self._count(stats, part, job),
+            num_samples=self._count(stats, job),
             seed=member_seed(DRAW_SEED, job.seed),
             link="identity",
             dropout=job.variant.dropout,
@@ -283,7 +289,7 @@ class Study:
                 if variant.approximates:
                     other = replace(job, variant=variant)
                     tensors[f"{part}/{variant.name}"] = self._samples(
-                        network, self.source(other), self.splits[part][index], part, other, compiles=False
+                        network, self.source(other), self.splits[part][index], other, compiles=False
                     )
         return tensors
 
@@ -324,7 +330,7 @@ class Study:
         return list(tune(networks, stats, self.splits["validation"], progress=self.console.is_terminal))
 
     def _untuned(self, job: Job) -> stochbn.Fitted:
-        fitted = self.fitted(job.recipe, job.seed, job.variant.family)
+        fitted = self.fitted(job.recipe, job.seed, job.variant.family, job.variant.last)
         return replace(fitted, conditioned=job.variant.conditioned)
 
     def _members(self, job: Job) -> list[Job]:
@@ -333,9 +339,10 @@ class Study:
     def _network(self, recipe: Recipe, seed: int) -> nn.Module:
         return load_network(checkpoint_path(recipe, seed))
 
-    def _fitted(self, recipe: Recipe, seed: int, family: str) -> stochbn.Fitted:
+    def _fitted(self, recipe: Recipe, seed: int, family: str, last: bool) -> stochbn.Fitted:
         network = self.network(recipe, seed)
-        return fit(network, self.splits["train"], recipe, family=family, dropout=recipe.dropout > 0)
+        layers = list(all_batch_norms(network))[-1:] if last else None
+        return fit(network, self.splits["train"], recipe, layers=layers, family=family, dropout=recipe.dropout > 0)
 
 
 def _num_bytes(stats: stochbn.Fitted) -> int:

@@ -97,19 +97,29 @@ def _average(each: Sequence[dict[str, float]]) -> dict[str, float]:
     return {key: float(np.mean([scores[key] for scores in each])) for key in each[0]}
 
 
-def measure_draws(study: Study, files: dict[Job, File]) -> list[dict[str, float]]:
-    """Scores the first draws of each network for which all were made, 4, 8, 16 and so on: the mean over networks."""
-    drawn = [Draws((file,)) for job, file in files.items() if job.variant.exhaustive]
-    if not drawn:
-        return []
+def measure_draws(
+    study: Study, methods: Mapping[str, Sequence[Draws]], temperatures: Mapping[str, Sequence[float]]
+) -> dict[str, list[dict[str, float]]]:
+    """Scores the first draws of each network, 4, 8, 16 and so on: the mean over networks.
+
+    Args:
+        study: With the labels.
+        methods: The networks of each method.
+        temperatures: Of each network.
+    """
     labels = study.splits["test"].labels
-    most = min(len(draws.files[0].tensors["test"]) for draws in drawn)
-    counts = [2**power for power in range(2, most.bit_length()) if 2**power < most]
-    rows = []
-    for count in (*counts, most):
-        each = [measure({part: draws.average(part, 1.0, count) for part in PARTS}, labels) for draws in drawn]
-        rows.append({"num_samples": count} | {key: float(np.mean([one[key] for one in each])) for key in each[0]})
-    return rows
+    found = {}
+    for name, networks in methods.items():
+        most = min(len(draws.files[0].tensors["test"]) for draws in networks)
+        rows = []
+        for count in (*(2**power for power in range(2, most.bit_length()) if 2**power < most), most):
+            each = [
+                measure({part: draws.average(part, temperature, count) for part in PARTS}, labels)
+                for draws, temperature in zip(networks, temperatures[name], strict=True)
+            ]
+            rows.append({"num_samples": count} | {key: float(np.mean([one[key] for one in each])) for key in each[0]})
+        found[name] = rows
+    return found
 
 
 def measure_limits(study: Study, files: dict[Job, File]) -> dict[str, dict[str, float]]:

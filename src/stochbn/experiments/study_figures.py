@@ -9,7 +9,7 @@ from matplotlib.ticker import LogLocator
 
 from stochbn.experiments.corruptions import CORRUPTIONS, STRENGTHS
 from stochbn.experiments.figures import BLUE, FULL, GREEN, ORANGE, PURPLE, STYLE, VERMILION
-from stochbn.experiments.study import EXHAUSTIVE
+from stochbn.experiments.study import EXHAUSTIVE, LAST
 from stochbn.experiments.study_results import TEMPERED
 
 # Whose curves are drawn, and how.
@@ -17,11 +17,11 @@ LOOKS: dict[str, dict[str, Any]] = {
     "One network": {"color": "#777777", "linewidth": 1.0},
     "SBN": {"color": GREEN, "linestyle": "--"},
     "SBN, tuned": {"color": GREEN},
-    "Empirical, conditioned, tuned": {"color": PURPLE, "linestyle": "--"},
-    EXHAUSTIVE: {"color": PURPLE},
+    EXHAUSTIVE: {"color": PURPLE, "linestyle": "--"},
+    f"{LAST}{TEMPERED}": {"color": PURPLE},
     "Dropout": {"color": VERMILION},
     "Deep Ensembles": {"color": BLUE},
-    "Deep Ensembles + empirical, conditioned, tuned": {"color": ORANGE},
+    f"Deep Ensembles + last layer{TEMPERED}": {"color": ORANGE},
 }
 
 
@@ -88,7 +88,7 @@ def draw_tuning(results: dict[str, Any]) -> Figure:
     """Draws the validation NLL against the spread for each family: the mean over networks, ± one standard deviation."""
     figure = Figure(figsize=(FULL, 3.2), layout="constrained")
     axes = figure.subplots()
-    colours = iter((GREEN, VERMILION, BLUE, ORANGE, PURPLE, "#777777"))
+    colours = iter((GREEN, VERMILION, BLUE, ORANGE, PURPLE, "#777777", "black"))
     for name, found in results["tuning"].items():
         if name.startswith(("Members", "Dropout")) or name.endswith("by layer") or name == EXHAUSTIVE:
             continue
@@ -113,12 +113,11 @@ def draw_tuning(results: dict[str, Any]) -> Figure:
 def draw_draws(results: dict[str, Any]) -> Figure:
     """Draws NLL, ECE and AUROC of one network against the number of draws, with Deep Ensembles as a line."""
     figure = Figure(figsize=(FULL, 2.6), layout="constrained")
-    counts = [row["num_samples"] for row in results["draws"]]
     panels = (("nll", "NLL, nats", 1), ("ece", "ECE, %", 100), ("auroc_entropy", "AUROC", 1))
     for axes, (key, label, factor) in zip(figure.subplots(1, 3), panels, strict=True):
-        axes.plot(
-            counts, [factor * row[key] for row in results["draws"]], marker="o", color=PURPLE, label="one network"
-        )
+        for name, rows in results["draws"].items():
+            counts = [row["num_samples"] for row in rows]
+            axes.plot(counts, [factor * row[key] for row in rows], marker="o", label=name, **LOOKS[name])
         ensemble = results["methods"].get("Deep Ensembles")
         if ensemble:
             value = factor * ensemble["scores"][key]["value"]

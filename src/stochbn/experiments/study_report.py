@@ -11,7 +11,7 @@ from stochbn.experiments.corruptions import CORRUPTIONS, STRENGTHS
 from stochbn.experiments.figures import render
 from stochbn.experiments.scores import METRICS, Score
 from stochbn.experiments.sources import DataError, write_atomically
-from stochbn.experiments.study import EXHAUSTIVE
+from stochbn.experiments.study import LAST
 from stochbn.experiments.study_figures import draw_figures
 from stochbn.experiments.study_results import TEMPERED
 from stochbn.experiments.study_scores import ENSEMBLES
@@ -181,9 +181,15 @@ def describe(results: dict[str, Any]) -> str:
         f"on each, given the one ensemble; {results['num_resamples']} resamples. An interval without 0 is in bold; "
         "among so many, one or two may be so by chance.",
         "Chosen on test data: what the best spread and temperature of each network, found by the test labels "
-        f"themselves, would have given with {results['num_samples']} draws. No method; a limit to what choosing them "
-        "on other data can reach.",
+        f"themselves, would have given, with {results['num_samples']} draws (of {LAST} all). No method; a limit to "
+        "what choosing them on other data can reach.",
     ]
+    if LAST in results["cost"]:
+        notes.append(
+            f"{LAST}: the statistics of {results['cost'][LAST]['passes']:.0f} real mini-batches in the last BatchNorm "
+            "layer alone, each drawn once, inputs counted in (empirical, conditioned); the other layers keep to their "
+            "running statistics. Tuned or not is the spread; a temperature is at the fitted one."
+        )
     if results.get("carried_over"):
         kept: dict[str, list[str]] = {}
         for name, source in results["carried_over"].items():
@@ -195,13 +201,11 @@ def describe(results: dict[str, Any]) -> str:
         ]
         notes.append("Hours of training are those of the run that a row was measured on; machines and loads differ.")
     draws = Grid(
-        ["The first draws of " + EXHAUSTIVE.removesuffix(", all draws"), "NLL", "ECE, %", "median entropy", "AUROC"],
+        ["The first draws", "", "NLL", "ECE, %", "median entropy", "AUROC"],
         [
-            [
-                f"{row['num_samples']:.0f}",
-                *(f"{factor * row[key]:.{digits}f}" for key, factor, digits in _SOME),
-            ]
-            for row in results["draws"]
+            [name, f"{row['num_samples']:.0f}", *(f"{factor * row[key]:.{digits}f}" for key, factor, digits in _SOME)]
+            for name, rows in results["draws"].items()
+            for row in rows
         ],
     )
     tables = (quality, strange, differences, draws, limits, compared, harder, exact, cost)

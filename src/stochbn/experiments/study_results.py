@@ -10,18 +10,21 @@ from stochbn.experiments.evaluate import provenance
 from stochbn.experiments.predictions import PARTS, File
 from stochbn.experiments.scores import METRICS, Method, Output, Results, measure, score
 from stochbn.experiments.sources import DataError
-from stochbn.experiments.study import EXHAUSTIVE, NUM_COMPARED, NUM_EXACT, PLAIN, VARIANTS, Job, Study
+from stochbn.experiments.study import EXHAUSTIVE, LAST, NUM_COMPARED, NUM_EXACT, PLAIN, VARIANTS, Job, Study
 from stochbn.experiments.study_evidence import NUM_RESAMPLES, compare, measure_distances, measure_draws, measure_limits
 from stochbn.experiments.study_scores import ENSEMBLES, Draws, Entry, list_entries
 from stochbn.experiments.tables import rounded
 
 TEMPERED = " + temperature"
 # Differences that are told with their intervals.
-_ONE, _MANY = EXHAUSTIVE, "Deep Ensembles + empirical, conditioned, tuned"
+_ONE, _MANY = f"{LAST}{TEMPERED}", f"Deep Ensembles + last layer{TEMPERED}"
 COMPARISONS = (
     (_ONE, "Deep Ensembles"),
-    (_ONE, "SBN, tuned"),
+    (_ONE, f"Deep Ensembles{TEMPERED}"),
     (_ONE, f"{PLAIN}{TEMPERED}"),
+    (_ONE, EXHAUSTIVE),
+    (f"{LAST}, tuned", "Deep Ensembles"),
+    (EXHAUSTIVE, "Deep Ensembles"),
     (_MANY, "Deep Ensembles"),
     (_MANY, f"Deep Ensembles{TEMPERED}"),
     (_MANY, _ONE),
@@ -49,6 +52,8 @@ def measure_study(study: Study, files: dict[Job, File], *, num_resamples: int = 
             if all(part in entry.units[0].files[0].tensors for part in study.corrupted):
                 corruptions[name] = _score_corrupted(study, entry, chosen if suffix else dict.fromkeys(chosen, 1.0))
         study.console.print(f"scored {entry.name}", highlight=False)
+    units = {entry.name: entry.units for entry in entries}
+    shown = {EXHAUSTIVE: [1.0] * len(units.get(EXHAUSTIVE, ())), _ONE: temperatures.get(LAST, [])}
     scores = score(Results({}, study.splits["test"].labels, methods, True))
     numbers = {
         "experiment": study.experiment.name,
@@ -81,7 +86,9 @@ def measure_study(study: Study, files: dict[Job, File], *, num_resamples: int = 
         "corruptions": corruptions,
         "exact": measure_distances(study, files),
         "limits": measure_limits(study, files),
-        "draws": measure_draws(study, files),
+        "draws": measure_draws(
+            study, {name: units[name.removesuffix(TEMPERED)] for name, chosen in shown.items() if chosen}, shown
+        ),
         "comparisons": compare(
             methods,
             study.splits["test"].labels,
@@ -121,7 +128,7 @@ def carry_over(results: dict[str, Any], earlier: dict[str, Any]) -> dict[str, An
     anew = results["methods"].keys()
     whole = dict(results)
     position = {name: place for place, name in enumerate([*(variant.name for variant in VARIANTS), *ENSEMBLES])}
-    for key in ("methods", "temperatures", "tuning", "cost", "corruptions", "exact", "limits"):
+    for key in ("methods", "temperatures", "tuning", "cost", "corruptions", "exact", "limits", "draws"):
         kept = {name: value for name, value in earlier.get(key, {}).items() if name not in anew}
         joined = sorted(
             (kept | results[key]).items(), key=lambda item: position.get(item[0].removesuffix(TEMPERED), len(position))
@@ -131,7 +138,6 @@ def carry_over(results: dict[str, Any], earlier: dict[str, Any]) -> dict[str, An
     whole["comparisons"] = {
         name: found for name, found in earlier.get("comparisons", {}).items() if anew.isdisjoint(name.split(" − "))
     } | results["comparisons"]
-    whole["draws"] = results["draws"] or earlier.get("draws", [])
     whole["weights_sha256"] = theirs | ours
     known = earlier.get("carried_over", {})
     source = {key: earlier[key] for key in ("command", "commit", "versions")}

@@ -12,7 +12,7 @@ import stochbn
 from stochbn.experiments.checkpoints import checkpoint_path, read_checkpoint
 from stochbn.experiments.predictions import File
 from stochbn.experiments.scores import Output
-from stochbn.experiments.study import PLAIN, VARIANTS, Job, Study
+from stochbn.experiments.study import LAST, PLAIN, VARIANTS, Job, Study
 from stochbn.tuning import TEMPERATURES, find_minimum
 
 # Ensembles by name, and whose draws their members make.
@@ -21,6 +21,7 @@ ENSEMBLES = {
     "Deep Ensembles + SBN": "SBN",
     "Deep Ensembles + SBN, tuned": "Members of SBN, tuned",
     "Deep Ensembles + empirical, conditioned, tuned": "Members of empirical, tuned",
+    "Deep Ensembles + last layer": LAST,
 }
 
 
