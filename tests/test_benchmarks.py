@@ -9,7 +9,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from benchmarks import contenders, limits, measure, targets
+import stochbn
+from benchmarks import contenders, last_layer, limits, measure, targets
 from benchmarks.__main__ import main
 from benchmarks.contenders import ENSEMBLE, OURS, OURS_COMPILED, PAPER_LOOP, PLAIN, STORED, Run
 from benchmarks.stages import Settings
@@ -173,3 +174,15 @@ def test_only_predict_at_50_draws_has_a_target() -> None:
     assert targets.ratio_target("lenet5", 1, 10, OURS.name) is None
     assert targets.ratio_target("lenet5", 1, 50, PLAIN.name) is None
     assert targets.ratio_target("resnet50", 1, 50, OURS.name) is None
+
+
+def test_what_is_timed_in_the_last_layer(subject: Subject) -> None:
+    """The draws are of the last layer, and an ensemble of copies is the network."""
+    stats = stochbn.fit(subject.model, subject.batches, layers=["fc.norm"], family="empirical", progress=False)
+    runs = last_layer.contenders(subject, stats, 3)
+    assert list(runs) == ["one plain pass", "six networks", "last layer", "last layer, compiled"]
+    assert runs["one plain pass"]() is None
+    torch.testing.assert_close(
+        runs["six networks"]().probs, stochbn.predict(subject.model, None, runs["six networks"].args[2]).probs
+    )
+    assert runs["last layer"]().num_samples == last_layer.NUM_SAMPLES
