@@ -22,7 +22,7 @@ from stochbn.experiments.recipes import RECIPES, Experiment
 from stochbn.experiments.scores import Method, Output
 from stochbn.experiments.sources import DataError
 from stochbn.experiments.study import EXHAUSTIVE, LAST, VARIANTS, Study, take_apart
-from stochbn.experiments.study_evidence import compare
+from stochbn.experiments.study_evidence import compare, ece_by_chance
 from stochbn.experiments.study_report import read_study, write_study
 from stochbn.experiments.study_results import COMPARISONS, TEMPERED, carry_over, measure_study
 from stochbn.experiments.study_scores import ENSEMBLES, Draws, read_draws
@@ -155,7 +155,7 @@ def test_all_draws_are_all_that_were_kept(study: Study, results: dict[str, objec
     kept = len(study.source(job).observations)
     assert len(file.tensors["test"]) == kept > 6
     assert results["cost"][EXHAUSTIVE]["passes"] == kept
-    for name in (EXHAUSTIVE, LAST + TEMPERED):
+    for name in (EXHAUSTIVE, f"{LAST}, tuned"):
         rows = results["draws"][name]
         assert [row["num_samples"] for row in rows] == [4, 8, 16, 32, 64, kept]
         assert rows[-1]["nll"] == pytest.approx(results["methods"][name]["scores"]["nll"]["value"])
@@ -236,6 +236,16 @@ def test_intervals_of_differences() -> None:
     assert again == compare(methods, labels, [("a", "b")], num_resamples=20)
 
 
+def test_the_ece_of_chance() -> None:
+    """In one bin of N equal confidences p it is E |k / N − p| of a binomial k: √(2 p (1 − p) / π N), nearly."""
+    probs = torch.full((4000, 2), 0.1, dtype=torch.float64)
+    probs[:, 0] = 0.9
+    expected = (2 * 0.9 * 0.1 / (np.pi * 4000)) ** 0.5
+    # The relative standard deviation of |Normal| is √(π / 2 − 1) = 0.76.
+    assert ece_by_chance(probs, 400) == pytest.approx(expected, rel=4 * 0.76 / 400**0.5)
+    assert ece_by_chance(torch.eye(3, dtype=torch.float64)) == 0
+
+
 def test_differences_are_of_the_tables(results: dict[str, object]) -> None:
     methods = results["methods"]
     for first, second in COMPARISONS:
@@ -256,7 +266,7 @@ def test_a_study_of_some_variants_completes_an_earlier_one(
     assert set(part["methods"]) < set(results["methods"])
     assert part["command"] == 'stochbn study tiny --samples 6 --only "SBN, tuned" --only "Exact (eq. 3)"'
     whole = carry_over(part, read_study(folder))
-    for key in ("methods", "tuning", "cost", "corruptions", "limits", "draws"):
+    for key in ("methods", "ece_by_chance", "tuning", "cost", "corruptions", "limits", "draws"):
         assert whole[key] == results[key]
         assert list(whole[key]) == list(results[key])
     assert whole["exact"] == part["exact"]  # measured anew, so none of the earlier distances stays

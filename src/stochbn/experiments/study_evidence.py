@@ -97,26 +97,28 @@ def _average(each: Sequence[dict[str, float]]) -> dict[str, float]:
     return {key: float(np.mean([scores[key] for scores in each])) for key in each[0]}
 
 
-def measure_draws(
-    study: Study, methods: Mapping[str, Sequence[Draws]], temperatures: Mapping[str, Sequence[float]]
-) -> dict[str, list[dict[str, float]]]:
-    """Scores the first draws of each network, 4, 8, 16 and so on: the mean over networks.
+def ece_by_chance(probs: Tensor, num_resamples: int = 50) -> float:
+    """Returns the ECE that is to be expected if the probabilities are right: of labels that are drawn from them.
 
-    Args:
-        study: With the labels.
-        methods: The networks of each method.
-        temperatures: Of each network.
+    It is not 0, as a bin of few inputs is seldom right to the digit, and the less so the more inputs are unsure.
     """
+    generator = torch.Generator().manual_seed(_SEED)
+    return float(
+        np.mean(
+            [ece(probs, torch.multinomial(probs, 1, generator=generator)[:, 0]).item() for _ in range(num_resamples)]
+        )
+    )
+
+
+def measure_draws(study: Study, methods: Mapping[str, Sequence[Draws]]) -> dict[str, list[dict[str, float]]]:
+    """Scores the first draws of each method's networks, 4, 8, 16 and so on: the mean over networks."""
     labels = study.splits["test"].labels
     found = {}
     for name, networks in methods.items():
         most = min(len(draws.files[0].tensors["test"]) for draws in networks)
         rows = []
         for count in (*(2**power for power in range(2, most.bit_length()) if 2**power < most), most):
-            each = [
-                measure({part: draws.average(part, temperature, count) for part in PARTS}, labels)
-                for draws, temperature in zip(networks, temperatures[name], strict=True)
-            ]
+            each = [measure({part: draws.average(part, 1.0, count) for part in PARTS}, labels) for draws in networks]
             rows.append({"num_samples": count} | {key: float(np.mean([one[key] for one in each])) for key in each[0]})
         found[name] = rows
     return found

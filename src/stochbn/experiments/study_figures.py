@@ -18,10 +18,10 @@ LOOKS: dict[str, dict[str, Any]] = {
     "SBN": {"color": GREEN, "linestyle": "--"},
     "SBN, tuned": {"color": GREEN},
     EXHAUSTIVE: {"color": PURPLE, "linestyle": "--"},
-    f"{LAST}{TEMPERED}": {"color": PURPLE},
+    f"{LAST}, tuned": {"color": PURPLE},
     "Dropout": {"color": VERMILION},
     "Deep Ensembles": {"color": BLUE},
-    f"Deep Ensembles + last layer{TEMPERED}": {"color": ORANGE},
+    "Deep Ensembles + last layer": {"color": ORANGE},
 }
 
 

@@ -71,8 +71,8 @@ def describe(results: dict[str, Any]) -> str:
     )
     quality = Grid(
         [
-            *("Method", "Networks", "Error, %", "NLL", "with temperature", "ECE, %", "with temperature"),
-            *("Brier", "T", "spread"),
+            *("Method", "Networks", "Error, %", "NLL", "with temperature", "ECE, %", "by chance", "with temperature"),
+            *("by chance", "Brier", "T", "spread"),
         ],
         [
             [
@@ -81,8 +81,11 @@ def describe(results: dict[str, Any]) -> str:
                 text(name, "error_percent", 2),
                 text(name, "nll", 4),
                 text(name + TEMPERED, "nll", 4),
-                text(name, "ece", 2, factor=100),
-                text(name + TEMPERED, "ece", 2, factor=100),
+                *(
+                    cell
+                    for method in (name, name + TEMPERED)
+                    for cell in (text(method, "ece", 2, factor=100), _chance(results, method))
+                ),
                 text(name, "brier", 4),
                 f"{np.mean(results['temperatures'][name]):.2f}",
                 _spread(results, name),
@@ -173,6 +176,8 @@ def describe(results: dict[str, Any]) -> str:
         f"{num['noise 1']} test images for each corruption and strength.",
         "Networks: the mean over networks scored one by one, ± the standard deviation over them; for an ensemble, over "
         "those that leave one member out. Spreads and temperatures are chosen on validation data, for each network.",
+        "ECE by chance: what is to be expected of labels drawn from the predicted probabilities, that is, if they are "
+        "right; more where more inputs are unsure.",
         "Corruptions: the mean over rotation, noise and blur.",
         f"Against exact inference: {results['num_exact']} test and as many "
         "out-of-domain inputs for each of its networks; distances in its own row are what chance makes between two "
@@ -210,6 +215,11 @@ def describe(results: dict[str, Any]) -> str:
     )
     tables = (quality, strange, differences, draws, limits, compared, harder, exact, cost)
     return "\n\n".join([*map(to_markdown, tables), *notes]) + "\n"
+
+
+def _chance(results: dict[str, Any], name: str) -> str:
+    found = results["ece_by_chance"].get(name)
+    return "—" if found is None else f"{100 * found:.2f}"
 
 
 def _interval(found: dict[str, float], factor: float, digits: int) -> str:

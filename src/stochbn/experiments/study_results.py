@@ -11,23 +11,30 @@ from stochbn.experiments.predictions import PARTS, File
 from stochbn.experiments.scores import METRICS, Method, Output, Results, measure, score
 from stochbn.experiments.sources import DataError
 from stochbn.experiments.study import EXHAUSTIVE, LAST, NUM_COMPARED, NUM_EXACT, PLAIN, VARIANTS, Job, Study
-from stochbn.experiments.study_evidence import NUM_RESAMPLES, compare, measure_distances, measure_draws, measure_limits
+from stochbn.experiments.study_evidence import (
+    NUM_RESAMPLES,
+    compare,
+    ece_by_chance,
+    measure_distances,
+    measure_draws,
+    measure_limits,
+)
 from stochbn.experiments.study_scores import ENSEMBLES, Draws, Entry, list_entries
 from stochbn.experiments.tables import rounded
 
 TEMPERED = " + temperature"
 # Differences that are told with their intervals.
-_ONE, _MANY = f"{LAST}{TEMPERED}", f"Deep Ensembles + last layer{TEMPERED}"
+_ONE, _MANY = f"{LAST}, tuned", "Deep Ensembles + last layer"
 COMPARISONS = (
     (_ONE, "Deep Ensembles"),
-    (_ONE, f"Deep Ensembles{TEMPERED}"),
     (_ONE, f"{PLAIN}{TEMPERED}"),
     (_ONE, EXHAUSTIVE),
-    (f"{LAST}, tuned", "Deep Ensembles"),
+    (f"{LAST}{TEMPERED}", "Deep Ensembles"),
     (EXHAUSTIVE, "Deep Ensembles"),
     (_MANY, "Deep Ensembles"),
     (_MANY, f"Deep Ensembles{TEMPERED}"),
     (_MANY, _ONE),
+    (f"{_MANY}{TEMPERED}", "Deep Ensembles"),
 )
 
 
@@ -53,7 +60,6 @@ def measure_study(study: Study, files: dict[Job, File], *, num_resamples: int = 
                 corruptions[name] = _score_corrupted(study, entry, chosen if suffix else dict.fromkeys(chosen, 1.0))
         study.console.print(f"scored {entry.name}", highlight=False)
     units = {entry.name: entry.units for entry in entries}
-    shown = {EXHAUSTIVE: [1.0] * len(units.get(EXHAUSTIVE, ())), _ONE: temperatures.get(LAST, [])}
     scores = score(Results({}, study.splits["test"].labels, methods, True))
     numbers = {
         "experiment": study.experiment.name,
@@ -80,15 +86,17 @@ def measure_study(study: Study, files: dict[Job, File], *, num_resamples: int = 
             }
             for name, method in methods.items()
         },
+        "ece_by_chance": {
+            name: float(np.mean([ece_by_chance(output["test"].probs) for output in method.outputs]))
+            for name, method in methods.items()
+        },
         "temperatures": temperatures,
         "tuning": _list_tuning(files),
         "cost": {entry.name: entry.cost for entry in entries},
         "corruptions": corruptions,
         "exact": measure_distances(study, files),
         "limits": measure_limits(study, files),
-        "draws": measure_draws(
-            study, {name: units[name.removesuffix(TEMPERED)] for name, chosen in shown.items() if chosen}, shown
-        ),
+        "draws": measure_draws(study, {name: units[name] for name in (EXHAUSTIVE, _ONE) if name in units}),
         "comparisons": compare(
             methods,
             study.splits["test"].labels,
@@ -128,7 +136,17 @@ def carry_over(results: dict[str, Any], earlier: dict[str, Any]) -> dict[str, An
     anew = results["methods"].keys()
     whole = dict(results)
     position = {name: place for place, name in enumerate([*(variant.name for variant in VARIANTS), *ENSEMBLES])}
-    for key in ("methods", "temperatures", "tuning", "cost", "corruptions", "exact", "limits", "draws"):
+    for key in (
+        "methods",
+        "ece_by_chance",
+        "temperatures",
+        "tuning",
+        "cost",
+        "corruptions",
+        "exact",
+        "limits",
+        "draws",
+    ):
         kept = {name: value for name, value in earlier.get(key, {}).items() if name not in anew}
         joined = sorted(
             (kept | results[key]).items(), key=lambda item: position.get(item[0].removesuffix(TEMPERED), len(position))
