@@ -295,11 +295,14 @@ def test_nothing_stays_of_what_was_measured_anew(
     part = json.loads(json.dumps(measure_study(some, read_draws(some))))
     assert "SBN" not in part["limits"]  # the other spreads are not there
     old = json.loads(json.dumps(results))
-    for key in ("methods", "exact", "limits"):
+    for key in ("exact", "limits"):
         old[key]["SBN"] = "old"
     old["comparisons"] |= {"SBN − Dropout": "old", "Dropout − SBN, tuned": "kept"}
+    assert carry_over(part, old)["comparisons"]["SBN − Dropout"] == "old"  # of the scores that it still has
+    old["methods"]["SBN"]["each"][1]["nll"] *= 1.01
     whole = carry_over(part, old)
-    assert "old" not in [value for key in ("methods", "exact", "limits") for value in whole[key].values()]
+    assert whole["methods"]["SBN"] == part["methods"]["SBN"]
+    assert "old" not in [value for key in ("exact", "limits") for value in whole[key].values()]
     assert "SBN − Dropout" not in whole["comparisons"]
     assert whole["comparisons"]["Dropout − SBN, tuned"] == "kept"
 

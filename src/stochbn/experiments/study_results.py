@@ -117,8 +117,8 @@ def measure_study(study: Study, files: dict[Job, File], *, num_resamples: int = 
 def carry_over(results: dict[str, Any], earlier: dict[str, Any]) -> dict[str, Any]:
     """Completes a study of some variants by an earlier one of the same networks, and tells which rows come from there.
 
-    What the earlier one says of a method that was measured anew is dropped, also where it was set against another; and
-    all distances to exact inference, if they were.
+    What the earlier one says of a method that was measured anew is dropped, also where it was set against another and
+    its scores are not what they were; and all distances to exact inference, if they were.
 
     Raises:
         DataError: It is of other networks or data.
@@ -126,7 +126,7 @@ def carry_over(results: dict[str, Any], earlier: dict[str, Any]) -> dict[str, An
     same = ("experiment", "num_samples", "draw_seed", "num_inputs", "num_compared", "num_exact")
     different = [key for key in same if results[key] != earlier.get(key, results[key])]
     ours, theirs = (study.get("weights_sha256", {}) for study in (results, earlier))
-    if any(ours[name] != theirs[name] for name in ours.keys() & theirs.keys()) or not _alike(results, earlier):
+    if any(ours[name] != theirs[name] for name in ours.keys() & theirs.keys()) or not _alike(results, earlier, PLAIN):
         different.append("networks")
     if different:
         raise DataError(
@@ -153,8 +153,9 @@ def carry_over(results: dict[str, Any], earlier: dict[str, Any]) -> dict[str, An
         )
         whole[key] = dict(joined)
     whole["exact"] = results["exact"] or whole["exact"]
+    changed = {name for name in anew if not _alike(results, earlier, name)}
     whole["comparisons"] = {
-        name: found for name, found in earlier.get("comparisons", {}).items() if anew.isdisjoint(name.split(" − "))
+        name: found for name, found in earlier.get("comparisons", {}).items() if changed.isdisjoint(name.split(" − "))
     } | results["comparisons"]
     whole["weights_sha256"] = theirs | ours
     known = earlier.get("carried_over", {})
@@ -163,10 +164,10 @@ def carry_over(results: dict[str, Any], earlier: dict[str, Any]) -> dict[str, An
     return whole
 
 
-def _alike(results: dict[str, Any], earlier: dict[str, Any]) -> bool:
-    """Tells whether the plain networks have the same NLL, but for rounding, which may differ between machines."""
+def _alike(results: dict[str, Any], earlier: dict[str, Any], name: str) -> bool:
+    """Tells whether a method's networks have the same NLL, but for rounding, which may differ between machines."""
     ours, theirs = (
-        [one["nll"] for one in study["methods"].get(PLAIN, {"each": []})["each"]] for study in (results, earlier)
+        [one["nll"] for one in study["methods"].get(name, {"each": []})["each"]] for study in (results, earlier)
     )
     return len(ours) == len(theirs) and np.allclose(ours, theirs, rtol=1e-3)
 
