@@ -32,14 +32,7 @@ def main() -> None:
     cells: list[dict[str, Any]] = []
     for key in ("lenet5", "vgg11", "resnet18"):
         subject = Subject(key)
-        stats = stochbn.fit(
-            subject.model,
-            [subject.images(subject.kind.batch_size) for _ in range(NUM_SAMPLES)],
-            layers=list(all_batch_norms(subject.model))[-1:],
-            family="empirical",
-            conditioned=True,
-            progress=False,
-        )
+        stats = fit_last(subject)
         for rows in ROWS:
             times = interleave(contenders(subject, stats, rows), REPEATS)
             found = {name: summarise(ratios(values, times["one plain pass"])) for name, values in times.items()}
@@ -54,6 +47,18 @@ def main() -> None:
     Console(width=120).print(table)
     results = describe("python -m benchmarks.last_layer") | {"num_samples": NUM_SAMPLES, "cells": cells}
     Path("results/last-layer.json").write_text(json.dumps(rounded(results), indent=1) + "\n")
+
+
+def fit_last(subject: Subject) -> stochbn.Fitted:
+    """Fits the last BatchNorm layer on as many mini-batches as there are draws."""
+    return stochbn.fit(
+        subject.model,
+        [subject.images(subject.kind.batch_size) for _ in range(NUM_SAMPLES)],
+        layers=list(all_batch_norms(subject.model))[-1:],
+        family="empirical",
+        conditioned=True,
+        progress=False,
+    )
 
 
 def contenders(subject: Subject, stats: stochbn.Fitted, rows: int) -> dict[str, Any]:

@@ -178,7 +178,9 @@ def test_only_predict_at_50_draws_has_a_target() -> None:
 
 def test_what_is_timed_in_the_last_layer(subject: Subject) -> None:
     """The draws are of the last layer, and an ensemble of copies is the network."""
-    stats = stochbn.fit(subject.model, subject.batches, layers=["fc.norm"], family="empirical", progress=False)
+    stats = last_layer.fit_last(subject)
+    assert list(stats.layers) == ["fc.norm"]
+    assert stats.conditioned
     runs = last_layer.contenders(subject, stats, 3)
     assert list(runs) == ["one plain pass", "six networks", "last layer", "last layer, compiled"]
     assert runs["one plain pass"]() is None

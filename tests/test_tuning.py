@@ -88,6 +88,8 @@ def test_a_temperature_alone(sharp: nn.Module, batches: list[Tensor], held_out: 
         tried = replace(stats, tuning=Tuning(1.0, temperature))
         return stochbn.nll(stochbn.predict(sharp, tried, data, num_samples=8).probs, labels).item()
 
+    wide = replace(stats, tuning=Tuning(3.0))  # the fitted spread is meant, not one that was tuned before
+    assert stochbn.tune(sharp, wide, data, spread=False, temperature=True, progress=False).tuning == tuned.tuning
     found = loss(tuned.tuning.temperature)
     assert found == pytest.approx(tuned.tuning.curve[0][2], rel=1e-3)  # of a parabola
     assert found <= min(loss(tuned.tuning.temperature * factor) for factor in (0.8, 0.9, 1.1, 1.25))

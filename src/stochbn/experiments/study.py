@@ -67,18 +67,18 @@ class Variant:
     @property
     def approximates(self) -> bool:
         """Tells whether it is meant to be exact inference with one network, nothing being chosen."""
-        return not (self.family == "exact" or self.tuned or self.dropout or self.spread)
+        return not (self.family == "exact" or self.tuned or self.dropout or self.last or self.spread)
 
 
+PLAIN = "One network"
+EXHAUSTIVE = "Empirical, conditioned, tuned, all draws"
+LAST = "Last layer"  # in full: empirical, conditioned, the last layer alone, all draws
 # Whose best spread is found on the test data themselves, and the spreads that are tried beside the fitted one.
 LIMITS: dict[str, tuple[float, ...]] = {
     "SBN": (2**0.5, 2.0, 2**1.5),
     "Empirical, conditioned": (2**-0.5, 2**0.5, 2.0),
-    "Last layer": (2**-0.5, 2**0.5, 2.0),
+    LAST: (2**-0.5, 2**0.5, 2.0),
 }
-PLAIN = "One network"
-EXHAUSTIVE = "Empirical, conditioned, tuned, all draws"
-LAST = "Last layer"  # in full: empirical, conditioned, the last layer alone, all draws
 _LAST: dict[str, Any] = {"family": "empirical", "conditioned": True, "last": True, "exhaustive": True}
 VARIANTS = (
     Variant(PLAIN, everywhere=True),

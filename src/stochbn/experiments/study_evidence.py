@@ -97,17 +97,24 @@ def _average(each: Sequence[dict[str, float]]) -> dict[str, float]:
     return {key: float(np.mean([scores[key] for scores in each])) for key in each[0]}
 
 
-def ece_by_chance(probs: Tensor, num_resamples: int = 50) -> float:
-    """Returns the ECE that is to be expected if the probabilities are right: of labels that are drawn from them.
+def ece_by_chance(each: Sequence[Tensor], num_resamples: int = 100) -> dict[str, float]:
+    """Returns the ECE that is to be expected if probabilities are right: of labels that are drawn from them.
 
     It is not 0, as a bin of few inputs is seldom right to the digit, and the less so the more inputs are unsure.
+
+    Args:
+        each: Probabilities of each network, (N, K).
+        num_resamples: How often labels are drawn.
+
+    Returns:
+        The mean, and "high", what is exceeded in one case of twenty; both the mean over networks.
     """
     generator = torch.Generator().manual_seed(_SEED)
-    return float(
-        np.mean(
-            [ece(probs, torch.multinomial(probs, 1, generator=generator)[:, 0]).item() for _ in range(num_resamples)]
-        )
-    )
+    found = [
+        [ece(probs, torch.multinomial(probs, 1, generator=generator)[:, 0]).item() for _ in range(num_resamples)]
+        for probs in each
+    ]
+    return {"mean": float(np.mean(found)), "high": float(np.percentile(found, 95, axis=1).mean())}
 
 
 def measure_draws(study: Study, methods: Mapping[str, Sequence[Draws]]) -> dict[str, list[dict[str, float]]]:

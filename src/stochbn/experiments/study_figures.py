@@ -117,7 +117,7 @@ def draw_draws(results: dict[str, Any]) -> Figure:
     for axes, (key, label, factor) in zip(figure.subplots(1, 3), panels, strict=True):
         for name, rows in results["draws"].items():
             counts = [row["num_samples"] for row in rows]
-            axes.plot(counts, [factor * row[key] for row in rows], marker="o", label=name, **LOOKS[name])
+            axes.plot(counts, [factor * row[key] for row in rows], marker="o", label=name, **LOOKS.get(name, {}))
         ensemble = results["methods"].get("Deep Ensembles")
         if ensemble:
             value = factor * ensemble["scores"][key]["value"]

@@ -176,8 +176,8 @@ def describe(results: dict[str, Any]) -> str:
         f"{num['noise 1']} test images for each corruption and strength.",
         "Networks: the mean over networks scored one by one, ± the standard deviation over them; for an ensemble, over "
         "those that leave one member out. Spreads and temperatures are chosen on validation data, for each network.",
-        "ECE by chance: what is to be expected of labels drawn from the predicted probabilities, that is, if they are "
-        "right; more where more inputs are unsure.",
+        "ECE by chance: of labels drawn from the predicted probabilities, that is, if they are right; the mean, and "
+        "what is exceeded in one case of twenty. It is higher where more inputs are unsure.",
         "Corruptions: the mean over rotation, noise and blur.",
         f"Against exact inference: {results['num_exact']} test and as many "
         "out-of-domain inputs for each of its networks; distances in its own row are what chance makes between two "
@@ -204,6 +204,7 @@ def describe(results: dict[str, Any]) -> str:
             f"Measured earlier on the same networks and data, by {source}: {'; '.join(names)}."
             for source, names in kept.items()
         ]
+        notes.append("Before commit c9d0368, temperatures were chosen on 16 validation draws (50 of all mini-batches).")
         notes.append("Hours of training are those of the run that a row was measured on; machines and loads differ.")
     draws = Grid(
         ["The first draws", "", "NLL", "ECE, %", "median entropy", "AUROC"],
@@ -219,7 +220,7 @@ def describe(results: dict[str, Any]) -> str:
 
 def _chance(results: dict[str, Any], name: str) -> str:
     found = results["ece_by_chance"].get(name)
-    return "—" if found is None else f"{100 * found:.2f}"
+    return "—" if found is None else f"{100 * found['mean']:.2f}, {100 * found['high']:.2f}"
 
 
 def _interval(found: dict[str, float], factor: float, digits: int) -> str:

@@ -1,5 +1,6 @@
 """Draws of every method → every number of the study. Nothing here runs a network."""
 
+from collections.abc import Collection
 from dataclasses import asdict
 from typing import Any
 
@@ -87,8 +88,7 @@ def measure_study(study: Study, files: dict[Job, File], *, num_resamples: int = 
             for name, method in methods.items()
         },
         "ece_by_chance": {
-            name: float(np.mean([ece_by_chance(output["test"].probs) for output in method.outputs]))
-            for name, method in methods.items()
+            name: ece_by_chance([output["test"].probs for output in method.outputs]) for name, method in methods.items()
         },
         "temperatures": temperatures,
         "tuning": _list_tuning(files),
@@ -117,8 +117,9 @@ def measure_study(study: Study, files: dict[Job, File], *, num_resamples: int = 
 def carry_over(results: dict[str, Any], earlier: dict[str, Any]) -> dict[str, Any]:
     """Completes a study of some variants by an earlier one of the same networks, and tells which rows come from there.
 
-    What the earlier one says of a method that was measured anew is dropped, also where it was set against another and
-    its scores are not what they were; and all distances to exact inference, if they were.
+    What the earlier one says of a method that was measured anew is dropped. So is what else hangs on its scores (its
+    distance to exact inference, the limit of choosing, differences to others) if they are not what they were; and all
+    distances to exact inference if those were measured anew.
 
     Raises:
         DataError: It is of other networks or data.
@@ -134,6 +135,7 @@ def carry_over(results: dict[str, Any], earlier: dict[str, Any]) -> dict[str, An
             "all variants (leave --only away), or write into another folder (--out)."
         )
     anew = results["methods"].keys()
+    changed = {name for name in anew if not _alike(results, earlier, name, [metric.key for metric in METRICS])}
     whole = dict(results)
     position = {name: place for place, name in enumerate([*(variant.name for variant in VARIANTS), *ENSEMBLES])}
     for key in (
@@ -147,13 +149,13 @@ def carry_over(results: dict[str, Any], earlier: dict[str, Any]) -> dict[str, An
         "limits",
         "draws",
     ):
-        kept = {name: value for name, value in earlier.get(key, {}).items() if name not in anew}
+        gone = changed if key in ("exact", "limits") else anew
+        kept = {name: value for name, value in earlier.get(key, {}).items() if name not in gone}
         joined = sorted(
             (kept | results[key]).items(), key=lambda item: position.get(item[0].removesuffix(TEMPERED), len(position))
         )
         whole[key] = dict(joined)
     whole["exact"] = results["exact"] or whole["exact"]
-    changed = {name for name in anew if not _alike(results, earlier, name)}
     whole["comparisons"] = {
         name: found for name, found in earlier.get("comparisons", {}).items() if changed.isdisjoint(name.split(" − "))
     } | results["comparisons"]
@@ -164,12 +166,13 @@ def carry_over(results: dict[str, Any], earlier: dict[str, Any]) -> dict[str, An
     return whole
 
 
-def _alike(results: dict[str, Any], earlier: dict[str, Any], name: str) -> bool:
-    """Tells whether a method's networks have the same NLL, but for rounding, which may differ between machines."""
+def _alike(results: dict[str, Any], earlier: dict[str, Any], name: str, keys: Collection[str] = ("nll",)) -> bool:
+    """Tells whether a method's networks have the same scores, but for rounding, which may differ between machines."""
     ours, theirs = (
-        [one["nll"] for one in study["methods"].get(name, {"each": []})["each"]] for study in (results, earlier)
+        [[one[key] for key in keys if key in one] for one in study["methods"].get(name, {"each": []})["each"]]
+        for study in (results, earlier)
     )
-    return len(ours) == len(theirs) and np.allclose(ours, theirs, rtol=1e-3)
+    return [*map(len, ours)] == [*map(len, theirs)] and np.allclose(ours, theirs, rtol=1e-3)
 
 
 def _score_corrupted(study: Study, entry: Entry, temperatures: dict[Draws, float]) -> dict[str, Any]:
