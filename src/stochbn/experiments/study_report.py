@@ -193,7 +193,7 @@ def describe(results: dict[str, Any]) -> str:
         notes.append(
             f"{LAST}: the statistics of {results['cost'][LAST]['passes']:.0f} real mini-batches in the last BatchNorm "
             "layer alone, each drawn once, inputs counted in (empirical, conditioned); the other layers keep to their "
-            "running statistics. Tuned or not is the spread; a temperature is at the fitted one."
+            "running statistics."
         )
     if results.get("carried_over"):
         kept: dict[str, list[str]] = {}
@@ -204,7 +204,6 @@ def describe(results: dict[str, Any]) -> str:
             f"Measured earlier on the same networks and data, by {source}: {'; '.join(names)}."
             for source, names in kept.items()
         ]
-        notes.append("Before commit c9d0368, temperatures were chosen on 16 validation draws (50 of all mini-batches).")
         notes.append("Hours of training are those of the run that a row was measured on; machines and loads differ.")
     draws = Grid(
         ["The first draws", "", "NLL", "ECE, %", "median entropy", "AUROC"],
