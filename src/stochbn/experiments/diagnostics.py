@@ -78,7 +78,7 @@ def _compare_statistics(
     ):
         torch.manual_seed(DRAW_SEED)  # of augmentation, as in the fit
         batches = training_batches(training, recipe)
-        for inputs, groups, _ in mini_batches(batches, batch_size=recipe.batch_size):
+        for inputs, groups, _ in mini_batches(batches, batch_size=recipe.mini_batch_size):
             normalization.groups = groups
             network(inputs)
             num_batches += groups
@@ -97,7 +97,7 @@ def _compare_statistics(
         tensors[f"statistics/{name}/observed"] = values[:, :, channels].float()
         tensors[f"statistics/{name}/centre"] = centre[:, channels]
         tensors[f"statistics/{name}/std"] = std[:, channels]
-    return tensors, {"layers": list(layers), "num_batches": num_batches, "batch_size": recipe.batch_size}
+    return tensors, {"layers": list(layers), "num_batches": num_batches, "batch_size": recipe.mini_batch_size}
 
 
 def _infer_exactly(
@@ -110,7 +110,7 @@ def _infer_exactly(
             network,
             training_batches(splits["train"], recipe),
             input_batches(splits[part][index]),
-            batch_size=recipe.batch_size,
+            batch_size=recipe.mini_batch_size,
             num_samples=num_samples,
             seed=DRAW_SEED,
             keep_samples=False,
@@ -135,14 +135,14 @@ def _bound(network: nn.Module, recipe: Recipe, training: Split, *, num_samples: 
             training_batches(rest, recipe),
             to_inputs(examples.images),
             examples.labels,
-            batch_size=recipe.batch_size,
+            batch_size=recipe.mini_batch_size,
             num_samples=num_samples,
             seed=DRAW_SEED,
             progress=progress,
         ).summary()
         for stage, model in (("before", untrained), ("after", network))
     }
-    return found | {"num_examples": len(examples), "num_samples": num_samples, "batch_size": recipe.batch_size}
+    return found | {"num_examples": len(examples), "num_samples": num_samples, "batch_size": recipe.mini_batch_size}
 
 
 def _by_samples(

@@ -122,7 +122,7 @@ def _describe_run(checkpoint: Checkpoint) -> dict[str, Any]:
         "recipe": recipe.name,
         "seed": checkpoint.seed,
         "data": recipe.data,
-        "batch_size": recipe.batch_size,
+        "batch_size": recipe.mini_batch_size,
         "epochs": recipe.epochs,
         "validation_nll": [epoch["validation_nll"] for epoch in checkpoint.history],
         "train_seconds": sum(epoch["seconds"] for epoch in checkpoint.history),

@@ -63,7 +63,7 @@ def fit(
         return stochbn.fit(
             network,
             training_batches(training, recipe),
-            batch_size=batch_size or recipe.batch_size,
+            batch_size=batch_size or recipe.mini_batch_size,
             layers=layers,
             family=family,
             dropout=dropout,

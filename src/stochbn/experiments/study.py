@@ -277,7 +277,7 @@ class Study:
                 network,
                 training_batches(self.splits["train"], job.recipe),
                 input_batches(self.splits[part][index]),
-                batch_size=job.recipe.batch_size,
+                batch_size=job.recipe.mini_batch_size,
                 num_samples=2 * self.num_samples,
                 seed=DRAW_SEED,
                 link="identity",
