@@ -17,8 +17,8 @@ import stochbn
 from benchmarks.machine import describe
 from benchmarks.measure import interleave, ratios, summarise
 from benchmarks.subjects import KINDS, Subject
-from stochbn.batches import STACKED_EXAMPLES
-from stochbn.experiments.tables import rounded
+from stochbn.experiments.report.tables import rounded
+from stochbn.statistics.batches import STACKED_EXAMPLES
 
 STACKS = (16, 32, 64, 128, 256)
 ROWS = (1, 16)

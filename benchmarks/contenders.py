@@ -16,8 +16,8 @@ from torch.nn.modules.batchnorm import _BatchNorm
 
 import stochbn
 from benchmarks.subjects import BATCH_SIZE, Subject
-from stochbn.distributions import Layer
-from stochbn.statistics import all_batch_norms
+from stochbn.distributions.base import Layer
+from stochbn.statistics.normalization import all_batch_norms
 
 Run = Callable[[], Tensor]
 

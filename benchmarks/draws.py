@@ -24,16 +24,16 @@ from torch.quasirandom import SobolEngine
 
 import stochbn
 from benchmarks.machine import describe
-from stochbn import distributions
-from stochbn.experiments.checkpoints import checkpoint_path, load_network
-from stochbn.experiments.data import Split, load_split, to_inputs
-from stochbn.experiments.diagnostics import choose_rows
-from stochbn.experiments.figures import BLUE, FULL, GREEN, ORANGE, PURPLE, STYLE, VERMILION, render
-from stochbn.experiments.inference import fit, input_batches
-from stochbn.experiments.recipes import RECIPES
-from stochbn.experiments.scores import detect
-from stochbn.experiments.tables import rounded
-from stochbn.seeding import antithetic_normal, derive_seed
+from stochbn.distributions import base as distributions
+from stochbn.distributions.seeds import antithetic_normal, derive_seed
+from stochbn.experiments.data.splits import Split, load_split, to_inputs
+from stochbn.experiments.evaluation.diagnostics import choose_rows
+from stochbn.experiments.evaluation.inference import fit, input_batches
+from stochbn.experiments.report.figures import BLUE, FULL, GREEN, ORANGE, PURPLE, STYLE, VERMILION, render
+from stochbn.experiments.report.scores import detect
+from stochbn.experiments.report.tables import rounded
+from stochbn.experiments.training.checkpoints import checkpoint_path, load_network
+from stochbn.experiments.training.recipes import RECIPES
 
 SIZES = (2, 4, 8, 16, 32, 64, 128)
 REPEATS = 10

@@ -16,11 +16,11 @@ from torch import Tensor
 
 import stochbn
 from benchmarks.machine import describe
-from stochbn.experiments.checkpoints import checkpoint_path, load_network, read_checkpoint
-from stochbn.experiments.data import load_split
-from stochbn.experiments.inference import input_batches
-from stochbn.experiments.recipes import RECIPES, Recipe
-from stochbn.experiments.tables import rounded
+from stochbn.experiments.data.splits import load_split
+from stochbn.experiments.evaluation.inference import input_batches
+from stochbn.experiments.report.tables import rounded
+from stochbn.experiments.training.checkpoints import checkpoint_path, load_network, read_checkpoint
+from stochbn.experiments.training.recipes import RECIPES, Recipe
 
 NUM_SAMPLES = 50
 STRONG = RECIPES["lenet5-dropout"]

@@ -18,8 +18,8 @@ import stochbn
 from benchmarks.machine import describe
 from benchmarks.measure import interleave, ratios, summarise
 from benchmarks.subjects import KINDS, Subject
-from stochbn.experiments.tables import rounded
-from stochbn.statistics import all_batch_norms
+from stochbn.experiments.report.tables import rounded
+from stochbn.statistics.normalization import all_batch_norms
 
 ROWS = (1, 16, 128)
 NUM_SAMPLES = 256

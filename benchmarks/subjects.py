@@ -18,7 +18,7 @@ from torch.nn.modules.batchnorm import _BatchNorm
 from torch.utils.data import DataLoader, TensorDataset
 
 import stochbn
-from stochbn.experiments import networks
+from stochbn.experiments.training import networks
 
 BATCH_SIZE = 16  # M, the paper's
 NUM_CLASSES = 10

@@ -47,7 +47,12 @@ def test_links_between_pages_lead_somewhere(page: Path) -> None:
 
 def test_names_in_the_method_page_exist() -> None:
     import stochbn
-    from stochbn import averaging, batches, distributions, draws, exact, moments, statistics
+    from stochbn.distributions import base as distributions
+    from stochbn.distributions import draws
+    from stochbn.inference import exact
+    from stochbn.inference import prediction as averaging
+    from stochbn.statistics import batches, moments
+    from stochbn.statistics import normalization as statistics
 
     rooms = (stochbn, averaging, batches, distributions, draws, exact, moments, statistics)
     text = (ROOT / "docs" / "method.md").read_text().split("## What we decided")[0]

@@ -5,15 +5,15 @@ pred = stochbn.predict(model, stats, x)
 pred.probs, pred.entropy
 """
 
-from stochbn.averaging import Prediction
-from stochbn.distributions import Factorized, Fitted, StatisticsDistribution, Tuning
-from stochbn.draws import Draws
-from stochbn.exact import LowerBound, exact_predict, lower_bound
-from stochbn.families import Empirical, LowRank, load
-from stochbn.fitting import fit
-from stochbn.prediction import predict
-from stochbn.tracking import Tracker, track
-from stochbn.tuning import tune
+from stochbn.distributions.base import Factorized, Fitted, StatisticsDistribution, Tuning
+from stochbn.distributions.draws import Draws
+from stochbn.distributions.families import Empirical, LowRank, load
+from stochbn.distributions.fit import fit
+from stochbn.distributions.track import Tracker, track
+from stochbn.inference.exact import LowerBound, exact_predict, lower_bound
+from stochbn.inference.predict import predict
+from stochbn.inference.prediction import Prediction
+from stochbn.inference.tune import tune
 from stochbn.uncertainty import brier, ece, entropy, error, expected_entropy, mutual_information, nll
 
 __version__ = "0.1.0"

@@ -1,0 +1,1 @@
+"""Statistics → a distribution over the BatchNorm buffers → draws."""

@@ -1,0 +1,293 @@
+"""Statistics → distribution over a model's BatchNorm buffers → draws.
+
+The paper's family, eq. 4, is `Factorized`: r(μ) = N(m_μ, s²_μ) and r(σ) = LogN(m_σ, s²_σ) for every channel. Any other
+distribution over the buffers fits behind `StatisticsDistribution.sample`; `families` has two that keep correlations.
+"""
+
+import math
+import os
+from abc import ABC, abstractmethod
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass, replace
+from functools import cached_property
+from typing import ClassVar
+
+import torch
+from torch import Tensor, nn
+from torch.distributions import LogNormal, Normal
+
+from stochbn.distributions import files as storage
+from stochbn.distributions.draws import Draws
+from stochbn.distributions.seeds import antithetic_normal, random_seed
+from stochbn.statistics.batches import check_whole, listing
+from stochbn.statistics.moments import Moments
+from stochbn.statistics.normalization import all_batch_norms, buffer_names, unwrap
+
+
+@dataclass(frozen=True, eq=False)
+class Layer:
+    """The fitted r(μ) and r(σ) of one BatchNorm layer, four numbers a channel.
+
+    Attributes:
+        eps: The layer's ε.
+        moments: Of the observed batch means and log(σ² + ε), (2, C) in float64.
+    """
+
+    eps: float
+    moments: Moments
+
+    @property
+    def r_mu(self) -> Normal:
+        """r(μ) of eq. 4, batch shape (C,)."""
+        return Normal(self.moments.mean[0], self.moments.variance[0].sqrt(), validate_args=False)
+
+    @property
+    def r_sigma(self) -> LogNormal:
+        """r(σ) of eq. 4, with σ = sqrt(σ²(B) + ε), batch shape (C,)."""
+        return LogNormal(self.moments.mean[1] / 2, self.moments.variance[1].sqrt() / 2, validate_args=False)
+
+    @property
+    def num_features(self) -> int:
+        return self.moments.mean.shape[1]
+
+
+class StatisticsDistribution(ABC):
+    """A distribution over a model's BatchNorm buffers; a draw from it is a network.
+
+    Attributes:
+        dropout: Whether it was fitted with dropout active, as it should then be used.
+    """
+
+    dropout: bool
+
+    @abstractmethod
+    def sample(self, num_samples: int, *, spread: float = 1.0, seed: int | None = None, first: int = 0) -> Draws:
+        """Draws networks. Draw i of a seed is always the same, however many are drawn and on whatever device."""
+
+
+@dataclass(frozen=True)
+class Tuning:
+    """What `stochbn.tune` chose on held-out data, and what it had to choose from.
+
+    Attributes:
+        spread: Multiplies the deviations from the centre: one number, or one for each layer by name. A spread of k is
+            that of mini-batches k² times smaller.
+        temperature: Divides the outputs of every draw, before the softmax or the sigmoid.
+        curve: The spreads tried in common for all layers, each with the best temperature and the NLL there.
+    """
+
+    spread: float | Mapping[str, float] = 1.0
+    temperature: float = 1.0
+    curve: tuple[tuple[float, float, float], ...] = ()
+
+    def __post_init__(self) -> None:
+        spreads = self.spread.values() if isinstance(self.spread, Mapping) else [self.spread]
+        if not all(0 <= spread < math.inf for spread in spreads) or not 0 < self.temperature < math.inf:
+            raise ValueError(
+                "Expected finite spreads of at least 0 and a temperature above 0, got "
+                f"{self.spread} and {self.temperature}. Tuning() is the fitted spread and no temperature."
+            )
+
+
+@dataclass(frozen=True, eq=False)
+class Fitted(StatisticsDistribution):
+    """What `fit` returns: the moments of every layer's statistics, and the family of joint distributions around them.
+
+    Attributes:
+        layers: `{layer name: Layer}`.
+        batch_size: M of the mini-batches that it was fitted on.
+        num_batches: How many there were.
+        excluded: BatchNorm layers of the model that it leaves to their running statistics.
+        dropout: Whether dropout was active.
+        conditioned: Whether each input is counted into the mini-batch that normalises it, as eq. 2 has it: one of M;
+            with a spread of k one of M / k², the mini-batch that such a spread stands for.
+        tuning: What `stochbn.tune` chose, if it was called.
+    """
+
+    layers: Mapping[str, Layer]
+    batch_size: int
+    num_batches: int
+    excluded: tuple[str, ...] = ()
+    dropout: bool = False
+    conditioned: bool = False
+    tuning: Tuning | None = None
+
+    def __post_init__(self) -> None:
+        spread = self.tuning.spread if self.tuning else 1.0
+        if isinstance(spread, Mapping) and spread.keys() != self.layers.keys():
+            raise ValueError(
+                f"Expected a spread for each of the layers {listing(self.layers)}, got {listing(spread)}. Tune again."
+            )
+
+    family: ClassVar[str]
+    array: ClassVar[str | None] = None  # the field that holds what the family knows beyond the moments
+
+    def __repr__(self) -> str:
+        channels = sum(layer.num_features for layer in self.layers.values())
+        parts = [f"{len(self.layers)} layers", f"{channels} channels"]
+        parts += [f"batch_size={self.batch_size}", f"num_batches={self.num_batches}"]
+        parts += ["conditioned"] if self.conditioned else []
+        parts += ["tuned"] if self.tuning else []
+        return f"{type(self).__name__}({', '.join(parts)})"
+
+    @abstractmethod
+    def deviations(self, seed: int, first: int, count: int) -> Tensor:
+        """Draws deviations from the centre at spread 1: (count, 2, ΣC) in float64, means and log(σ² + ε)."""
+
+    def sample(self, num_samples: int, *, spread: float = 1.0, seed: int | None = None, first: int = 0) -> Draws:
+        """Draws networks: centre + spread · deviation; `running_var` = σ² − ε, not below 0.
+
+        Args:
+            num_samples: S ≥ 1.
+            spread: Multiplies the deviations, on top of the tuned spread; 0 gives the centre, S times.
+            seed: Draw i of a seed is always the same network. None takes a seed from torch's generator. Draws 2i and
+                2i + 1 of a Gaussian family mirror each other (`seeding.antithetic_normal`); `draws[::2]` are
+                independent.
+            first: Index of the first draw, to draw them in parts.
+        """
+        num_samples = check_whole("num_samples", num_samples, 1)
+        if not (math.isfinite(spread) and spread >= 0):
+            raise ValueError(f"Expected a finite spread of at least 0, got {spread}. Pass 1 for the fitted one.")
+        seed = random_seed() if seed is None else check_whole("seed", seed, -(2**63))
+        first = check_whole("first", first, 0)
+        tuning = self.tuning or Tuning()
+        each = {
+            name: spread * (tuning.spread[name] if isinstance(tuning.spread, Mapping) else tuning.spread)
+            for name in self.layers
+        }
+        spreads = torch.tensor(list(each.values()), dtype=torch.float64, device=self.centre.device)
+        widths = spreads.repeat_interleave(torch.tensor(self.sizes, device=spreads.device))
+        drawn = self.centre + widths * self.deviations(seed, first, num_samples)  # (S, 2, ΣC)
+        means = drawn[:, 0].split(self.sizes, dim=1)
+        variances = (drawn[:, 1].exp() - self._eps).clamp_min(0).split(self.sizes, dim=1)
+        buffers = {}
+        for name, mean, variance in zip(self.layers, means, variances, strict=True):
+            mean_name, var_name = buffer_names(name)
+            buffers[mean_name], buffers[var_name] = mean, variance
+        return Draws(
+            buffers,
+            self.excluded,
+            {name: layer.eps for name, layer in self.layers.items()},
+            {name: drawn.new_full((num_samples,), self._share(k)) for name, k in each.items()}
+            if self.conditioned
+            else {},
+            tuning.temperature,
+        )
+
+    @property
+    def sizes(self) -> list[int]:
+        """Channels of each layer."""
+        return [layer.num_features for layer in self.layers.values()]
+
+    @cached_property
+    def centre(self) -> Tensor:
+        """(2, ΣC) mean over the mini-batches of each channel's μ and log(σ² + ε), layer after layer."""
+        return torch.cat([layer.moments.mean for layer in self.layers.values()], dim=1)
+
+    @cached_property
+    def std(self) -> Tensor:
+        """(2, ΣC) their standard deviation."""
+        return torch.cat([layer.moments.variance.sqrt() for layer in self.layers.values()], dim=1)
+
+    @cached_property
+    def _eps(self) -> Tensor:
+        return torch.cat([torch.full_like(layer.moments.mean[0], layer.eps) for layer in self.layers.values()])
+
+    def _share(self, spread: float) -> float:
+        """Returns what part of its mini-batch an input is: one of M / k², which are two at least."""
+        return min(spread**2 / self.batch_size, 0.5)
+
+    def drift(self, model: nn.Module) -> dict[str, tuple[float, float]]:
+        """Measures how far the fitted centre lies from the model's running statistics. Changes nothing.
+
+        Returns:
+            For each layer the median over channels of two numbers: the distance of the means in running standard
+            deviations; and |log| of the ratio of the variances, as far as it exceeds three fitted standard
+            deviations (the fitted centre is a mean of logarithms, which lies below the logarithm of the mean by an
+            amount that grows with the spread). Near 0 when the data are the training data.
+        """
+        model = unwrap(model)
+        self.sample(1, spread=0, seed=0).match(model)
+        drifts = {}
+        batch_norms = all_batch_norms(model)
+        for name, layer in self.layers.items():
+            own = batch_norms[name]
+            assert own.running_mean is not None
+            assert own.running_var is not None
+            variance = own.running_var.detach().cpu().double() + layer.eps
+            centre, std = layer.moments.mean.cpu(), layer.moments.variance.cpu().sqrt()
+            shift = (centre[0] - own.running_mean.detach().cpu().double()).abs() / variance.sqrt()
+            ratio = ((centre[1] - variance.log()).abs() - 3 * std[1]).clamp_min(0)
+            drifts[name] = (shift.median().item(), ratio.median().item())
+        return drifts
+
+    def save(self, path: str | os.PathLike[str]) -> None:
+        """Writes a safetensors file, whole or not at all; `stochbn.load` reads it back exactly."""
+        header = {
+            "family": self.family,
+            "batch_size": self.batch_size,
+            "num_batches": self.num_batches,
+            "excluded": self.excluded,
+            "dropout": self.dropout,
+            "conditioned": self.conditioned,
+            "tuning": self.tuning and asdict(self.tuning),
+            "layers": [
+                {"name": name, "eps": layer.eps, "weight": m.weight, "weight_sq": m.weight_sq}
+                for name, layer in self.layers.items()
+                for m in [layer.moments]
+            ],
+        }
+        tensors = {}
+        for name, layer in self.layers.items():
+            tensors[f"{name}.mean"] = layer.moments.mean
+            tensors[f"{name}.deviation"] = layer.moments.deviation
+        if self.array:
+            tensors[self.array] = getattr(self, self.array)
+        storage.write(path, header, tensors)
+
+
+@dataclass(frozen=True, eq=False, repr=False)
+class Factorized(Fitted):
+    """The paper's r(μ) r(σ) (eq. 4): independent Normal means and Log-normal deviations, by matched moments.
+
+    Example:
+        >>> import stochbn
+        >>> model = nn.Sequential(nn.Linear(2, 3), nn.BatchNorm1d(3, momentum=None))
+        >>> batches = [torch.randn(16, 2) for _ in range(10)]
+        >>> for batch in batches:
+        ...     _ = model(batch)
+        >>> stats = stochbn.fit(model, batches, progress=False)
+        >>> stats
+        Factorized(1 layers, 3 channels, batch_size=16, num_batches=10)
+        >>> stats.layers["1"].r_mu.loc.shape
+        torch.Size([3])
+        >>> stats.sample(50, seed=0).buffers["1.running_var"].shape
+        torch.Size([50, 3])
+    """
+
+    family = "factorized"
+
+    def deviations(self, seed: int, first: int, count: int) -> Tensor:
+        """Draws independent Gaussian deviations."""
+        noise = antithetic_normal(seed, first, count, self.std.numel())
+        return self.std * noise.view(-1, *self.std.shape).to(self.std.device)
+
+    def merge(self, other: "Factorized") -> "Factorized":
+        """Joins two fits of one model to parts of its data: the fit to the whole, to rounding; to be tuned anew."""
+        ours, theirs = (
+            (
+                {n: (la.num_features, la.eps) for n, la in s.layers.items()},
+                *(s.batch_size, s.dropout, s.conditioned, set(s.excluded)),
+            )
+            for s in (self, other)
+        )
+        if ours != theirs:
+            raise ValueError(
+                "Expected two fits of one model with one batch size, got different layers, sizes, ε, dropout or batch "
+                f"sizes ({self} and {other}). Fit both with the same model and options."
+            )
+        layers = {
+            name: Layer(layer.eps, layer.moments.merge(other.layers[name].moments))
+            for name, layer in self.layers.items()
+        }
+        return replace(self, layers=layers, num_batches=self.num_batches + other.num_batches, tuning=None)

@@ -1,0 +1,226 @@
+"""Measurements on one network: exact inference, Appendices A and B, the effect of S and of M; and the gallery."""
+
+from typing import Any
+
+import numpy as np
+import torch
+from rich.console import Console
+from scipy import stats as scipy_stats
+from sklearn.metrics import roc_auc_score  # type: ignore[import-untyped]
+from torch import Tensor, nn
+
+import stochbn
+from stochbn.experiments.data.splits import Split, to_inputs
+from stochbn.experiments.evaluation.inference import DRAW_SEED, fit, input_batches, predict, training_batches
+from stochbn.experiments.files import PARTS, File, average, pack, unpack
+from stochbn.experiments.training.recipes import Recipe
+from stochbn.statistics.batches import mini_batches
+from stochbn.statistics.normalization import BatchNormalization, evaluating, find_layers
+
+# How many inputs, drawn at random: of each part for exact inference (at most a quarter) and for the curves, and of the
+# training data for the bound (at most a tenth).
+NUM_EXACT = 500
+NUM_BOUND = 500
+NUM_CURVE = 2000
+SAMPLE_COUNTS = (1, 2, 3, 5, 10, 20, 30, 50, 100)
+BATCH_SIZES = (4, 8, 16, 32, 64, 128)
+_NUM_SHOWN_CHANNELS = 3
+_GALLERY_SIZE = 8
+
+
+def measure(
+    network: nn.Module, recipe: Recipe, splits: dict[str, Split], *, num_samples: int, console: Console
+) -> File:
+    """Measures everything but the gallery."""
+    tensors: dict[str, Tensor] = {"labels": splits["test"].labels.to(torch.uint8)}
+    header: dict[str, Any] = {"network": f"{recipe.name} seed 0"}
+    progress = console.is_terminal
+
+    def say(what: str) -> None:
+        console.print(f"{recipe.name} seed 0: {what}", highlight=False)
+
+    say("batch statistics against r(μ) and r(σ), Appendix B")
+    statistics, header["statistics"] = _compare_statistics(network, splits["train"], recipe)
+    tensors |= statistics
+    num_exact = min(NUM_EXACT, len(splits["test"]) // 4)
+    say(f"exact inference on {num_exact} inputs of each part, eq. 3")
+    tensors |= _infer_exactly(network, recipe, splits, num_exact, num_samples=num_samples, progress=progress)
+    say("the lower bound and its gap, Appendix A")
+    header["bound"] = _bound(network, recipe, splits["train"], num_samples=num_samples, progress=progress)
+    parts = {part: splits[part][choose_rows(splits[part], NUM_CURVE)] for part in PARTS}
+    header["num_curve"] = {part: len(split) for part, split in parts.items()}
+    say("the number of samples S")
+    stats = fit(network, splits["train"], recipe, progress=progress)
+    header["by_samples"] = _by_samples(network, stats, parts, progress=progress)
+    say("the mini-batch size M")
+    header["by_batch_size"] = _by_batch_size(
+        network, recipe, splits["train"], parts, num_samples=num_samples, progress=progress
+    )
+    return File(header, tensors)
+
+
+def _compare_statistics(
+    network: nn.Module, training: Split, recipe: Recipe
+) -> tuple[dict[str, Tensor], dict[str, Any]]:
+    """Collects every mini-batch's statistics and measures how far r(μ) and r(σ) are from them, by channel.
+
+    The Kolmogorov-Smirnov distance is between the empirical distribution and the fitted Normal, of the batch mean and
+    of log(σ² + ε): the distance of σ to its Log-normal is the same, since it does not change under the logarithm. A
+    channel that never varies has no distance (NaN).
+    """
+    layers = find_layers(network)
+    num_batches = 0
+    with (
+        torch.random.fork_rng(devices=[]),
+        torch.no_grad(),
+        evaluating(network),
+        BatchNormalization(layers) as normalization,
+    ):
+        torch.manual_seed(DRAW_SEED)  # of augmentation, as in the fit
+        batches = training_batches(training, recipe)
+        for inputs, groups, _ in mini_batches(batches, batch_size=recipe.mini_batch_size):
+            normalization.groups = groups
+            network(inputs)
+            num_batches += groups
+        observed = normalization.take()
+    tensors = {}
+    for name in layers:
+        values = observed[name].double()  # (B, 2, C)
+        centre, std = values.mean(0), values.std(0)
+        distances = np.full(centre.shape, np.nan)
+        for kind, channel in zip(*np.nonzero(std.numpy() > 0), strict=True):
+            standardised = (values[:, kind, channel] - centre[kind, channel]) / std[kind, channel]
+            distances[kind, channel] = scipy_stats.kstest(standardised, "norm").statistic
+        channels = torch.linspace(0, values.shape[2] - 1, _NUM_SHOWN_CHANNELS).long()
+        tensors[f"statistics/{name}/ks"] = torch.from_numpy(distances)
+        tensors[f"statistics/{name}/channels"] = channels
+        tensors[f"statistics/{name}/observed"] = values[:, :, channels].float()
+        tensors[f"statistics/{name}/centre"] = centre[:, channels]
+        tensors[f"statistics/{name}/std"] = std[:, channels]
+    return tensors, {"layers": list(layers), "num_batches": num_batches, "batch_size": recipe.mini_batch_size}
+
+
+def _infer_exactly(
+    network: nn.Module, recipe: Recipe, splits: dict[str, Split], num_inputs: int, *, num_samples: int, progress: bool
+) -> dict[str, Tensor]:
+    tensors: dict[str, Tensor] = {}
+    for part in PARTS:
+        index = choose_rows(splits[part], num_inputs)
+        prediction = stochbn.exact_predict(
+            network,
+            training_batches(splits["train"], recipe),
+            input_batches(splits[part][index]),
+            batch_size=recipe.mini_batch_size,
+            num_samples=num_samples,
+            seed=DRAW_SEED,
+            keep_samples=False,
+            progress=progress,
+        )
+        tensors |= pack(prediction, "exact", part)
+        tensors[f"exact/{part}/index"] = index
+    return tensors
+
+
+def _bound(network: nn.Module, recipe: Recipe, training: Split, *, num_samples: int, progress: bool) -> dict[str, Any]:
+    """Estimates the bound on training examples that are not among the mini-batches', before and after training."""
+    count = min(NUM_BOUND, len(training) // 10)
+    order = torch.randperm(len(training), generator=torch.Generator().manual_seed(DRAW_SEED))
+    examples, rest = training[order[:count]], training[order[count:]]
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(0)
+        untrained = recipe.build_network()
+    found: dict[str, Any] = {
+        stage: stochbn.lower_bound(
+            model,
+            training_batches(rest, recipe),
+            to_inputs(examples.images),
+            examples.labels,
+            batch_size=recipe.mini_batch_size,
+            num_samples=num_samples,
+            seed=DRAW_SEED,
+            progress=progress,
+        ).summary()
+        for stage, model in (("before", untrained), ("after", network))
+    }
+    return found | {"num_examples": len(examples), "num_samples": num_samples, "batch_size": recipe.mini_batch_size}
+
+
+def _by_samples(
+    network: nn.Module, stats: stochbn.Fitted, parts: dict[Any, Split], *, progress: bool
+) -> list[dict[str, float]]:
+    """Scores averages over S of the same 100 draws: the mean score of up to 10 such averages that share no draw."""
+    count = max(SAMPLE_COUNTS)
+    samples = {
+        part: predict(network, stats, split, num_samples=count, keep_samples=True, progress=progress).samples
+        for part, split in parts.items()
+    }
+    rows = []
+    for size in SAMPLE_COUNTS:
+        blocks = [
+            _scores(
+                {part: v[i * size : (i + 1) * size].mean(0) for part, v in samples.items() if v is not None},
+                parts["test"].labels,
+            )
+            for i in range(min(10, count // size))
+        ]
+        means = {key: sum(block[key] for block in blocks) / len(blocks) for key in blocks[0]}
+        rows.append({"num_samples": size, "num_averages": len(blocks), **means})
+    return rows
+
+
+def _by_batch_size(
+    network: nn.Module,
+    recipe: Recipe,
+    training: Split,
+    parts: dict[Any, Split],
+    *,
+    num_samples: int,
+    progress: bool,
+) -> list[dict[str, float]]:
+    rows = []
+    for size in BATCH_SIZES:
+        stats = fit(network, training, recipe, batch_size=size, progress=progress)
+        probs = {
+            part: predict(network, stats, split, num_samples=num_samples, progress=progress).probs
+            for part, split in parts.items()
+        }
+        rows.append({"batch_size": size, **_scores(probs, parts["test"].labels)})
+    return rows
+
+
+def choose_rows(split: Split, count: int) -> Tensor:
+    """Draws rows of a split at random, always the same ones: a data set may be ordered, as MNIST's test images are."""
+    order = torch.randperm(len(split), generator=torch.Generator().manual_seed(DRAW_SEED))
+    return order[:count].sort().values
+
+
+def _scores(probs: dict[Any, Tensor], labels: Tensor) -> dict[str, float]:
+    known, unknown = (stochbn.entropy(probs[part]) for part in PARTS)
+    is_unknown = torch.cat([torch.zeros(len(known)), torch.ones(len(unknown))])
+    return {
+        "nll": stochbn.nll(probs["test"], labels).item(),
+        "error": stochbn.error(probs["test"], labels).item(),
+        "entropy_test": known.mean().item(),
+        "entropy_out_of_domain": unknown.mean().item(),
+        "auroc": float(roc_auc_score(is_unknown, torch.cat([known, unknown]))),
+    }
+
+
+def pick_gallery(files: list[File], splits: dict[str, Split]) -> File:
+    """Picks the inputs that the plain networks with SBN together are surest and least sure of."""
+    tensors = {}
+    for part in PARTS:
+        probs, _ = average([unpack(file, "sbn", part) for file in files])
+        entropy = stochbn.entropy(probs)
+        order = entropy.argsort()
+        for group, index in (("certain", order[:_GALLERY_SIZE]), ("uncertain", order.flip(0)[:_GALLERY_SIZE])):
+            tensors[f"gallery/{group} {part}/images"] = splits[part].images[index]
+            tensors[f"gallery/{group} {part}/entropy"] = entropy[index].float()
+            tensors[f"gallery/{group} {part}/predicted"] = probs[index].argmax(1).to(torch.uint8)
+            tensors[f"gallery/{group} {part}/labels"] = splits[part].labels[index].to(torch.uint8)
+    header = {
+        "method": f"Deep Ensembles ({len(files)}) + SBN" if len(files) > 1 else "SBN",
+        "classes": splits["test"].classes,
+        "out_of_domain_classes": splits["out-of-domain"].classes,
+    }
+    return File({"gallery": header}, tensors)

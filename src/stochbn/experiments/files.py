@@ -1,0 +1,81 @@
+"""Prediction files: what `evaluate` writes and all that `report` reads. Safetensors with a JSON header.
+
+Log-probabilities are kept in float16. Near certainty, where a probability in float16 would be off by 1e-4, its
+logarithm is near 0 and keeps three digits, so a mean NLL is good to 0.05 %. The draws' mean entropy is in float32: it
+is often below what float16 can hold, and mutual information is what it leaves of the total.
+"""
+
+import json
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import safetensors
+import torch
+from safetensors.torch import save
+from torch import Tensor
+
+from stochbn import Prediction
+from stochbn.experiments.data.sources import DataError, write_atomically
+from stochbn.experiments.data.splits import Part
+
+FORMAT = 2  # of what a file holds and how it was computed; files of another one are made anew
+PARTS: tuple[Part, ...] = ("test", "out-of-domain")
+
+
+@dataclass(frozen=True, eq=False)
+class File:
+    """A header of plain JSON values, and tensors by name."""
+
+    header: dict[str, Any]
+    tensors: dict[str, Tensor]
+
+    def write(self, path: Path) -> None:
+        """Writes the file, whole or not at all."""
+        tensors = {name: tensor.contiguous() for name, tensor in self.tensors.items()}
+        write_atomically(path, save(tensors, {"stochbn": json.dumps(self.header)}))
+
+    @staticmethod
+    def read(path: Path) -> "File":
+        """Reads what `write` wrote.
+
+        Raises:
+            DataError: The file is missing, damaged or something else.
+        """
+        try:
+            with safetensors.safe_open(path, "pt") as file:
+                header = json.loads(file.metadata()["stochbn"])
+                return File(header, {name: file.get_tensor(name) for name in file.keys()})  # noqa: SIM118
+        except (safetensors.SafetensorError, OSError, LookupError, TypeError, ValueError) as error:
+            raise DataError(
+                f"Expected a file that `stochbn evaluate` wrote, got {path} ({error}). Evaluate again."
+            ) from error
+
+
+def pack(prediction: Prediction, method: str, part: str) -> dict[str, Tensor]:
+    """Names the tensors that keep a prediction: log-probabilities (N, K) and the draws' mean entropy (N,)."""
+    return {
+        f"{method}/{part}/log_probs": prediction.probs.clamp_min(1e-30).log().half(),
+        f"{method}/{part}/expected_entropy": prediction.aleatoric.float(),
+    }
+
+
+def unpack(file: File, method: str, part: str) -> tuple[Tensor, Tensor]:
+    """Returns the probabilities (N, K), normalised, and the draws' mean entropy (N,) in float64."""
+    probs = file.tensors[f"{method}/{part}/log_probs"].double().exp()
+    return probs / probs.sum(1, keepdim=True), file.tensors[f"{method}/{part}/expected_entropy"].double()
+
+
+def prediction_path(folder: Path, recipe: str, seed: int) -> Path:
+    """Returns where a network's predictions lie in a results folder."""
+    return folder / "predictions" / f"{recipe}-seed{seed}.safetensors"
+
+
+def diagnostics_path(folder: Path) -> Path:
+    """Returns where the measurements on one network lie: exact inference, batch statistics, bound, S, M, gallery."""
+    return folder / "predictions" / "diagnostics.safetensors"
+
+
+def average(parts: list[tuple[Tensor, Tensor]]) -> tuple[Tensor, Tensor]:
+    """Averages members of an ensemble, as `unpack` returns them."""
+    return torch.stack([probs for probs, _ in parts]).mean(0), torch.stack([h for _, h in parts]).mean(0)

@@ -1,0 +1,1 @@
+"""Prediction files → tables, figures and one page."""

@@ -1,0 +1,219 @@
+"""Figures of predictions: entropy, calibration, rejection, training. One colour a method.
+
+Lines are dashed with SBN and dotted if it is tuned. Sizes are those of print: text of 8 points or more on a page 6.5
+inches wide.
+"""
+
+import io
+import math
+from typing import Any
+
+import matplotlib
+import numpy as np
+from matplotlib.axes import Axes
+from matplotlib.figure import Figure
+from matplotlib.ticker import MaxNLocator
+
+from stochbn.experiments.files import File
+from stochbn.experiments.report.scores import Method, Output, Results, Values, ecdf
+
+# Okabe and Ito's palette, told apart by colour-blind readers.
+GREEN, BLUE, VERMILION, SKY, ORANGE, PURPLE = "#009E73", "#0072B2", "#D55E00", "#56B4E9", "#E69F00", "#CC79A7"
+COLOURS = {
+    "One network": "#777777",
+    "SBN": GREEN,
+    "Tuned SBN": PURPLE,
+    "Deep Ensembles": BLUE,
+    "Dropout": VERMILION,
+}
+FULL, NARROW = 6.5, 5.0  # inches
+STYLE: Any = {
+    "font.family": "DejaVu Sans",
+    "font.size": 9,
+    "axes.titlesize": 9,
+    "axes.labelsize": 9,
+    "xtick.labelsize": 8,
+    "ytick.labelsize": 8,
+    "legend.fontsize": 8,
+    "legend.frameon": False,
+    "legend.handlelength": 2.6,
+    "axes.spines.top": False,
+    "axes.spines.right": False,
+    "axes.linewidth": 0.7,
+    "axes.grid": True,
+    "axes.axisbelow": True,
+    "grid.color": "#e4e4e4",
+    "grid.linewidth": 0.6,
+    "lines.linewidth": 1.5,
+    "lines.markersize": 4,
+    "svg.hashsalt": "stochbn",
+}
+_NUM_POINTS = 400
+_NUM_BINS = 15  # as in ECE
+_MIN_IN_BIN = 20
+
+
+def render(figure: Figure) -> dict[str, bytes]:
+    """Returns the figure as PNG and SVG, by file ending; the same bytes every time.
+
+    Example:
+        >>> render(Figure(figsize=(1, 1)))["png"][1:4]
+        b'PNG'
+    """
+    metadata: dict[str, dict[str, Any]] = {"png": {"Software": None}, "svg": {"Date": None, "Creator": None}}
+    files = {}
+    with matplotlib.rc_context(STYLE):
+        figure.draw_without_rendering()
+        figure.set_layout_engine("none")  # arranged once, for both
+        for kind, entries in metadata.items():
+            buffer = io.BytesIO()
+            figure.savefig(buffer, format=kind, dpi=200, metadata=entries)
+            files[kind] = buffer.getvalue()
+    return files
+
+
+@matplotlib.rc_context(STYLE)
+def draw_ecdf(results: Results, part: str) -> Figure:
+    """Draws the ECDF of the entropy on a part of the data, over all networks of a method; log axis for known data."""
+    figure = Figure(figsize=(NARROW, 3.6), layout="constrained")
+    axes = figure.subplots()
+    highest = math.log(len(results.header["classes"]))
+    known = part == "test"
+    thresholds = np.geomspace(1e-6, highest, _NUM_POINTS) if known else np.linspace(0, highest, _NUM_POINTS)
+    for method in results.methods.values():
+        axes.plot(thresholds, ecdf(method.pooled_entropy(part), thresholds), **line(method.name))
+    if known:
+        axes.set_xscale("log")
+    axes.set(
+        xlim=(thresholds[0], highest),
+        ylim=(0, 1.005),
+        xlabel="Entropy of the prediction, nats",
+        ylabel=f"Share of {'known' if known else 'out-of-domain'} inputs at or below",
+    )
+    _add_legend(figure, axes)
+    return figure
+
+
+@matplotlib.rc_context(STYLE)
+def draw_reliability(results: Results) -> Figure:
+    """Draws accuracy against confidence in 15 equal bins, and the share of inputs in each; a column for each pair."""
+    columns = [
+        (title, [method for method in results.methods.values() if method.name in names])
+        for title, names in (
+            ("One network", ("One network", "SBN", "Tuned SBN")),
+            ("Deep Ensembles", ("Deep Ensembles", "Deep Ensembles + SBN")),
+            ("Dropout", ("Dropout", "Dropout + SBN", "Dropout + tuned SBN")),
+        )
+    ]
+    columns = [(title, methods) for title, methods in columns if methods]
+    figure = Figure(figsize=(FULL if len(columns) > 1 else NARROW, 3.9), layout="constrained")
+    grid = figure.subplots(2, len(columns), sharex=True, sharey="row", height_ratios=(2.4, 1), squeeze=False)
+    for (upper, lower), (title, methods) in zip(grid.T, columns, strict=True):
+        upper.plot([0, 1], [0, 1], color="black", linewidth=0.7, linestyle=":")
+        for method in methods:
+            confidence, accuracy, share, count = bin_confidence(method, results)
+            enough = count >= _MIN_IN_BIN
+            upper.plot(confidence[enough], accuracy[enough], marker="o", **line(method.name))
+            edges = np.linspace(0, 1, _NUM_BINS + 1)
+            lower.stairs(np.maximum(share, 1e-9), edges, **line(method.name))
+        upper.set(title=title, xlim=(0, 1.02), ylim=(0, 1.02))
+        lower.set(yscale="log", ylim=(5e-5, 1.5), xlabel="Confidence")
+    grid[0, 0].set_ylabel("Accuracy")
+    grid[1, 0].set_ylabel("Share of inputs")
+    _add_legend(figure, *grid[0])
+    return figure
+
+
+def bin_confidence(method: Method, results: Results) -> tuple[Values, Values, Values, Values]:
+    """Returns each bin's mean confidence, accuracy, share and number of inputs, over all networks of a method.
+
+    Example:
+        >>> import torch
+        >>> output = {"test": Output(torch.tensor([[0.75, 0.25], [0.75, 0.25]]))}
+        >>> method = Method("SBN", (0,), (output,), (output,), "")
+        >>> results = Results({}, torch.tensor([0, 1]), {"SBN": method}, False)
+        >>> [values[11].item() for values in bin_confidence(method, results)]
+        [0.75, 0.5, 1.0, 2.0]
+    """
+    pairs = [output["test"].probs.double().max(1) for output in method.outputs]
+    confidence = np.concatenate([found.values.numpy() for found in pairs])
+    correct = np.concatenate([(found.indices == results.labels).double().numpy() for found in pairs])
+    bins = np.clip(np.ceil(confidence * _NUM_BINS).astype(int) - 1, 0, _NUM_BINS - 1)
+    count = np.bincount(bins, minlength=_NUM_BINS).astype(np.float64)
+    sums = (np.bincount(bins, weights=values, minlength=_NUM_BINS) for values in (confidence, correct))
+    mean_confidence, accuracy = (total / np.maximum(count, 1) for total in sums)
+    return mean_confidence, accuracy, count / len(bins), count
+
+
+@matplotlib.rc_context(STYLE)
+def draw_rejection(results: Results) -> Figure:
+    """Draws the accuracy on what is left when the inputs of highest entropy are rejected, the mean over networks."""
+    figure = Figure(figsize=(NARROW, 3.6), layout="constrained")
+    axes = figure.subplots()
+    curves = {
+        name: np.mean([accuracy_kept(output["test"], results) for output in method.outputs], axis=0)
+        for name, method in results.methods.items()
+    }
+    worst = min(curve[0] for curve in curves.values())
+    num = len(results.labels)
+    for name, curve in curves.items():
+        axes.plot(100 * np.arange(num) / num, 100 * curve, **line(name))
+    axes.set(
+        xlim=(0, min(50, max(2, 1000 * (1 - worst)))),
+        ylim=(None, 100 + 2 * (1 - worst)),
+        xlabel="Rejected, the most uncertain first, %",
+        ylabel="Accuracy on the rest, %",
+    )
+    _add_legend(figure, axes)
+    return figure
+
+
+def accuracy_kept(output: Output, results: Results) -> Values:
+    """Returns the accuracy on the inputs that are kept when 0, 1, …, N − 1 of highest entropy are rejected."""
+    order = np.argsort(output.entropy, kind="stable")
+    correct = (output.probs.argmax(1) == results.labels).double().numpy()[order]
+    kept = np.arange(1, len(correct) + 1)
+    accuracies: Values = (np.cumsum(correct) / kept)[::-1]
+    return accuracies
+
+
+@matplotlib.rc_context(STYLE)
+def draw_training(files: list[File]) -> Figure:
+    """Draws the validation NLL after each epoch, a line for each network."""
+    figure = Figure(figsize=(NARROW, 3.0), layout="constrained")
+    axes = figure.subplots()
+    shown = set()
+    for file in files:
+        name = "Dropout" if "dropout/test/log_probs" in file.tensors else "One network"
+        losses = file.header["validation_nll"]
+        label = {"One network": "Without dropout", "Dropout": "With dropout"}[name] if name not in shown else None
+        axes.plot(range(1, len(losses) + 1), losses, color=COLOURS[name], linewidth=0.9, label=label)
+        shown.add(name)
+    axes.set(yscale="log", xlabel="Epoch", ylabel="Validation NLL, nats")
+    axes.xaxis.set_major_locator(MaxNLocator(integer=True, steps=[1, 2, 5, 10]))
+    axes.yaxis.set_major_formatter("{x:g}")
+    axes.yaxis.set_minor_formatter("{x:g}")
+    _add_legend(figure, axes)
+    return figure
+
+
+def line(name: str) -> dict[str, Any]:
+    """Returns how to draw a method's line.
+
+    Example:
+        >>> line("Dropout + SBN")["linestyle"], line("Dropout + tuned SBN")["linestyle"]
+        ('--', ':')
+    """
+    return {
+        "label": name,
+        "color": COLOURS[name.removesuffix(" + SBN").removesuffix(" + tuned SBN")],
+        "linestyle": ":" if name.endswith("uned SBN") else "--" if name.endswith("SBN") else "-",
+        "linewidth": 1.0 if name == "One network" else 1.5,
+    }
+
+
+def _add_legend(figure: Figure, *axes: Axes) -> None:
+    """Adds one legend for all axes, above them."""
+    handles = {label: handle for ax in axes for handle, label in zip(*ax.get_legend_handles_labels(), strict=True)}
+    columns = min(3, math.ceil(len(handles) / 2)) if len(handles) > 2 else len(handles)
+    figure.legend(list(handles.values()), list(handles), loc="outside upper center", ncols=columns)

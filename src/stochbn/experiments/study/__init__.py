@@ -1,0 +1,1 @@
+"""How far one network and its statistics get beyond the paper."""

@@ -1,0 +1,1 @@
+"""Recipe and seed → trained network."""

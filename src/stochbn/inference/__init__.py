@@ -1,0 +1,1 @@
+"""Draws × model × inputs → a prediction."""

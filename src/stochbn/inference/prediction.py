@@ -1,0 +1,185 @@
+"""Draws' outputs → prediction: links, streaming averages, and the uncertainties that follow from them."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any, Literal
+
+import torch
+from torch import Tensor
+
+from stochbn.statistics.batches import widen
+from stochbn.statistics.moments import Moments
+from stochbn.uncertainty import entropy, entropy_terms
+
+Link = Literal["softmax", "sigmoid", "identity"]
+
+
+@dataclass(frozen=True, eq=False)
+class Prediction:
+    """The predictive distribution of N inputs, averaged over S draws.
+
+    With link "softmax" an input has K class probabilities, at every place of a trailing shape `*` if there is one (the
+    pixels of a segmentation). With "sigmoid" each output is the probability of a label of its own. With "identity"
+    outputs are raw, as in regression: they have `mean` and `std`, and no entropy.
+
+    Attributes:
+        link: How outputs became what is averaged.
+        num_samples: S, over all members of an ensemble; the most of any input where they differ.
+        mean: (N, K, *) mean over the draws; `probs` is another name for it where it holds probabilities.
+        std: (N, K, *) standard deviation over the draws, 0 for a single one.
+        samples: (S, N, K, *) each draw's, or None with `keep_samples=False`.
+        expected_entropy: (N, *) mean of the draws' entropies; (N, K, *) with "sigmoid"; None with "identity".
+        counts: (N,) how many draws each input took, of every member, with `num_samples="auto"`; else None.
+    """
+
+    link: Link
+    num_samples: int
+    mean: Tensor
+    std: Tensor
+    samples: Tensor | None
+    expected_entropy: Tensor | None
+    counts: Tensor | None = None
+
+    @property
+    def probs(self) -> Tensor:
+        """(N, K, *) predictive probabilities, eq. 3."""
+        self._require_probabilities("probs")
+        return self.mean
+
+    @property
+    def entropy(self) -> Tensor:
+        """(N, *) entropy of `probs` in nats, total uncertainty = aleatoric + epistemic. (N, K, *) with "sigmoid"."""
+        self._require_probabilities("entropy")
+        return _entropy(self.mean, self.link)
+
+    @property
+    def aleatoric(self) -> Tensor:
+        """(N, *) what the draws agree to be uncertain about: the mean of their entropies."""
+        return self._require_probabilities("aleatoric")
+
+    @property
+    def epistemic(self) -> Tensor:
+        """(N, *) what the draws disagree about: the mutual information of class and draw; never below 0."""
+        expected = self._require_probabilities("epistemic")
+        return (self.entropy - expected).clamp_min(0)
+
+    def _require_probabilities(self, name: str) -> Tensor:
+        if self.expected_entropy is None:
+            raise AttributeError(
+                f"Expected link 'softmax' or 'sigmoid' for {name}, got 'identity': raw outputs have mean and std."
+            )
+        return self.expected_entropy
+
+    def __len__(self) -> int:
+        return self.mean.shape[0]
+
+    def __repr__(self) -> str:
+        shape = "×".join(map(str, self.mean.shape))
+        return f"Prediction({shape}, link={self.link!r}, num_samples={self.num_samples})"
+
+
+class Average:
+    """Streams draws' outputs, (s, N, K, *) at a time, into what a `Prediction` holds."""
+
+    def __init__(self, link: Link, keep_samples: bool) -> None:
+        self.link = link
+        self.keep_samples = keep_samples
+        self.count = 0
+        self.samples: list[Tensor] = []
+        self.moments: Moments | None = None
+        self.entropies: Moments | None = None
+
+    def add(self, outputs: Tensor, weight: float = 1.0, temperature: float = 1.0) -> None:
+        """Takes raw outputs of some draws, each of which counts by `weight`."""
+        if outputs.shape[1] == 0:
+            raise ValueError("Expected at least one input, got an empty batch. Leave empty batches out.")
+        samples = apply_link(outputs, self.link, temperature)
+        finite = samples.isfinite()
+        if not finite.all():
+            draw, row = (int(i) for i in (~finite).nonzero()[0][:2])
+            raise ValueError(
+                f"Expected finite outputs, got NaN or Inf from draw {self.count + draw} for input {row} of its batch. "
+                "Check that input, and the model's own output on it."
+            )
+        self.count += len(samples)
+        self.moments = _merge(self.moments, samples, weight)
+        if self.link != "identity":
+            entropies = _entropy(samples.flatten(0, 1), self.link).unflatten(0, samples.shape[:2])
+            self.entropies = _merge(self.entropies, entropies, weight)
+        if self.keep_samples:
+            self.samples.append(samples)
+
+    def prediction(self) -> Prediction:
+        """Returns the average so far."""
+        assert self.moments is not None
+        variance = self.moments.deviation / self.moments.weight
+        spread = variance > 0  # the square root has no gradient at 0
+        return Prediction(
+            link=self.link,
+            num_samples=self.count,
+            mean=self.moments.mean,
+            std=torch.where(spread, variance, 1.0).sqrt() * spread,
+            samples=torch.cat(self.samples) if self.keep_samples else None,
+            expected_entropy=self.entropies.mean if self.entropies else None,
+        )
+
+
+def join(parts: Sequence[Prediction], order: Tensor | None = None) -> Prediction:
+    """Puts the predictions of successive batches together; or of the inputs that `order` tells, (N,)."""
+    if not parts:
+        raise ValueError("Expected at least one batch of inputs, got an empty loader. Pass one with data.")
+    places = None if order is None else order.argsort()
+
+    def cat(name: str, dim: int = 0) -> Any:
+        values = [getattr(part, name) for part in parts]
+        if values[0] is None:
+            return None
+        whole = values[0] if len(values) == 1 else torch.cat(values, dim)
+        return whole if places is None else whole.index_select(dim, places.to(whole.device))
+
+    return Prediction(
+        link=parts[0].link,
+        num_samples=max(part.num_samples for part in parts),
+        mean=cat("mean"),
+        std=cat("std"),
+        samples=cat("samples", 1),
+        expected_entropy=cat("expected_entropy"),
+        counts=cat("counts"),
+    )
+
+
+def _merge(moments: Moments | None, samples: Tensor, weight: float) -> Moments:
+    new = Moments.of(samples).scale(weight)
+    return moments.merge(new) if moments else new
+
+
+def _entropy(probs: Tensor, link: Link) -> Tensor:
+    if link == "sigmoid":
+        return entropy_terms(probs) + entropy_terms(1 - probs)
+    return entropy(probs)
+
+
+def apply_link(outputs: Tensor, link: Link, temperature: float = 1.0) -> Tensor:
+    """Turns raw outputs (S, N, …) into what is averaged, in float32 or better. Regression has no temperature."""
+    outputs = widen(outputs)
+    if link == "identity":
+        return outputs
+    if link == "sigmoid":
+        return (outputs / temperature).sigmoid()
+    check_logits(outputs)
+    return (outputs / temperature).softmax(2)
+
+
+def check_logits(outputs: Tensor) -> None:
+    """Refuses outputs (S, N, …) that a softmax over classes would make nonsense of."""
+    if outputs.dim() < 3 or outputs.shape[2] < 2:
+        raise ValueError(
+            f"Expected outputs (N, K, …) with K ≥ 2 classes for link='softmax', got {list(outputs.shape[1:])}. "
+            "Pass link='sigmoid' for independent labels or link='identity' for regression."
+        )
+    total = outputs.detach().sum(2)
+    if outputs.detach().amin() >= 0 and (total - 1).abs().max() < 1e-3:
+        raise ValueError(
+            "Expected logits for link='softmax', got outputs that are probabilities already: the model ends in a "
+            "softmax. Undo it with call=lambda model, x: model(x).log()."
+        )

@@ -1,0 +1,421 @@
+"""The engine: whatever it shares, folds or reorders, the numbers are those of the naive loop."""
+
+import copy
+import warnings
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+from torch.utils.flop_counter import FlopCounterMode
+
+import stochbn
+from conftest import calibrate, naive
+from stochbn.inference.sharing import DivergedError, Recording
+
+ROUNDING = {"rtol": 1e-4, "atol": 1e-6}
+
+
+@pytest.fixture(autouse=True)
+def no_warnings():
+    """None of these models may fall back to the loop: that would warn."""
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        yield
+
+
+@pytest.fixture
+def images() -> list[Tensor]:
+    return [torch.rand(8, 3, 8, 8) for _ in range(12)]
+
+
+def fitted(model: nn.Module, batches: list[Tensor], **options: object) -> stochbn.Factorized:
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # of layers that some of these models do not use
+        return stochbn.fit(calibrate(model, batches), batches, progress=False, **options)
+
+
+def check(model: nn.Module, images: list[Tensor], num_samples: int = 9, **options: object) -> None:
+    """Compares predictions, in chunks of several sizes, with the naive loop's."""
+    stats = fitted(model, images, **options)
+    expected = naive(model, stats.sample(num_samples, seed=1), images[0])
+    assert expected.std(0).max() > 1e-3  # else nothing is drawn
+    for chunk_size in (None, 2, 4, 9):
+        pred = stochbn.predict(model, stats, images[0], num_samples=num_samples, seed=1, chunk_size=chunk_size)
+        torch.testing.assert_close(pred.samples, expected, **ROUNDING)
+
+
+class Net(nn.Module):
+    """A convolution, a BatchNorm, another convolution and a head; subclasses change what lies between."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.conv1 = nn.Conv2d(3, 6, 3, padding=1)
+        self.norm1 = nn.BatchNorm2d(6)
+        self.conv2 = nn.Conv2d(6, 6, 3, padding=1)
+        self.norm2 = nn.BatchNorm2d(6)
+        self.head = nn.Linear(6, 4)
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = F.relu(self.norm1(self.conv1(x)))
+        x = F.relu(self.norm2(self.conv2(x)))
+        return self.head(F.adaptive_avg_pool2d(x, 1).flatten(1))
+
+
+# ---- shared work
+
+
+def flops(model: nn.Module, stats: stochbn.Factorized, x: Tensor, **options: object) -> dict[str, int]:
+    with FlopCounterMode(display=False) as counter:
+        stochbn.predict(model, stats, x, **options)
+    return {str(op): count for op, count in counter.get_flop_counts()["Global"].items()}
+
+
+def test_what_precedes_the_first_draw_is_computed_once(images: list[Tensor]) -> None:
+    model = Net()
+    every, last = fitted(model, images), fitted(model, images, layers=["norm2"])
+    first_conv = 2 * 8 * 64 * 3 * 9 * 6  # rows, places, channels in, kernel, channels out
+    second_conv = 2 * 8 * 64 * 6 * 9 * 6
+    for chunk_size in (4, 12):
+        options = {"num_samples": 12, "chunk_size": chunk_size}
+        assert flops(model, every, images[0], **options)["aten.convolution"] == first_conv + 12 * second_conv
+        assert flops(model, last, images[0], **options)["aten.convolution"] == first_conv + second_conv
+
+
+def test_only_what_the_rest_reads_is_kept() -> None:
+    a = torch.ones(3)
+    recording = Recording([a])
+    b = recording.call(torch.exp, (a,), {})
+    c = recording.call(torch.sqrt, (b,), {})
+    recording.stop(c)
+    assert recording.reusable
+    recording.rewind()
+    b = recording.call(torch.exp, (a,), {})
+    assert b.device.type == "meta"
+    assert recording.call(torch.sqrt, (b,), {}) is c
+    assert torch.equal(recording.call(torch.neg, (c,), {}), -c)  # after the shared part all is computed
+
+
+def test_a_pass_that_differs_from_the_recorded_one_is_noticed() -> None:
+    a = torch.ones(3)
+    recording = Recording([a])
+    recording.stop(recording.call(torch.exp, (a,), {}))
+    for function, argument in ((torch.sqrt, a), (torch.exp, torch.zeros(3))):
+        recording.rewind()
+        with pytest.raises(DivergedError, match="exp"):
+            recording.call(function, (argument,), {})
+    recording.rewind()
+    with pytest.raises(DivergedError, match="exp"):
+        recording.stop()  # before anything was called
+
+
+def test_a_tensor_that_took_over_an_id_is_not_mistaken_for_the_old_one() -> None:
+    a = torch.ones(3)
+    recording = Recording([a])
+    for _ in range(50):  # temporaries die and their ids come back
+        recording.call(torch.add, (a, 1), {})
+    kept = recording.call(torch.add, (a, 2), {})
+    recording.stop(kept)
+    recording.rewind()
+    for _ in range(50):
+        assert recording.call(torch.add, (a, 1), {}).device.type == "meta"
+    assert recording.call(torch.add, (a, 2), {}) is kept
+
+
+# ---- models that make sharing hard
+
+
+class Residual(Net):
+    """What is shared is read again late, and in a list."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        h = self.conv1(x)
+        first, *others = h.unbind(1)
+        y = self.norm1(h) + first.unsqueeze(1)
+        y = self.norm2(self.conv2(torch.stack([y, h]).sum(0)))
+        return self.head(torch.cat([y + sum(others).unsqueeze(1), x.mean(1, keepdim=True) * h], 2).mean((2, 3)))
+
+
+class WritesIntoShared(Net):
+    def forward(self, x: Tensor) -> Tensor:
+        h = self.conv1(x)
+        y = self.norm1(h)
+        h.mul_(2)
+        return self.head((y + h).mean((2, 3)))
+
+
+class WritesIntoInput(Net):
+    def forward(self, x: Tensor) -> Tensor:
+        x.sub_(0.5)
+        y = self.norm1(self.conv1(x))
+        x.mul_(3)
+        return self.head((y + x.mean(1, keepdim=True)).mean((2, 3)))
+
+
+class WritesBeforeTheDraw(Net):
+    def forward(self, x: Tensor) -> Tensor:
+        h = self.conv1(x)
+        h[:, 0] = 0
+        h = F.relu(h, inplace=True)
+        return self.head((self.norm1(h) * h).mean((2, 3)))
+
+
+class Iterates(Net):
+    def forward(self, x: Tensor) -> Tensor:
+        rows = [row * (1 + i) for i, row in enumerate(iter(x))]
+        values, _ = self.conv1(torch.stack(rows)).max(1, keepdim=True)
+        return self.head(F.relu(self.norm1(self.conv1(x) + values)).mean((2, 3)))
+
+
+class Branches(Net):
+    def forward(self, x: Tensor) -> Tensor:
+        h = self.conv1(x)
+        if h.mean() > -100 and h.shape[0] == x.size(0):
+            h = h * h.std().item()
+        return self.head(F.relu(self.norm1(h)).mean((2, 3)))
+
+
+class NeedsContiguity(Net):
+    """A view that only a contiguous tensor allows: it cannot run channels-last."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = F.relu(self.norm1(self.conv1(x)))
+        return self.head(x.view(x.shape[0], 6, 64).mean(2))
+
+
+class Strides(Net):
+    """Reads memory as it lies, which channels-last would change without an error."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        h = self.conv1(x)
+        h = h.as_strided((h.shape[0], 6, 8, 4), (384, 64, 8, 2))
+        return self.head(self.norm1(h).mean((2, 3)))
+
+
+class Remembers(Net):
+    """Computes a part only once, and keeps it where nobody looks: the second pass is shorter than the first."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.memory: dict[str, Tensor] = {}
+
+    def forward(self, x: Tensor) -> Tensor:
+        if "stem" not in self.memory:
+            h = self.conv1(x)
+            assert h.dim() == 4
+            self.memory["stem"] = h
+        stem = self.memory["stem"] if not self.training else self.conv1(x)
+        y = self.norm2(self.conv2(self.norm1(self.conv2(stem))))
+        return self.head((y + stem).mean((2, 3)))
+
+
+class TurnsGradientsOff(Net):
+    def forward(self, x: Tensor) -> Tensor:
+        with torch.no_grad():
+            h = self.norm1(self.conv1(x)) + 5 * x.mean(1, keepdim=True)
+        return self.head((h + self.conv1(x)).mean((2, 3)))
+
+
+class WritesBehindTheCounter(Net):
+    def forward(self, x: Tensor) -> Tensor:
+        h = self.conv1(x)
+        y = self.norm1(h)
+        h.data.add_(1)
+        return self.head((y * h).mean((2, 3)))
+
+
+class Resizes(Net):
+    def forward(self, x: Tensor) -> Tensor:
+        h = self.conv1(x).detach().clone().resize_(x.shape[0], 6, 4, 16)
+        return self.head(self.norm1(h)[..., :8].mean((2, 3)))
+
+
+class ScalesItsWeight(nn.BatchNorm2d):
+    def forward(self, x: Tensor) -> Tensor:
+        return F.batch_norm(x, self.running_mean, self.running_var, 1 + self.weight, self.bias, eps=self.eps)
+
+
+class ByHand(nn.BatchNorm2d):
+    """Normalises by hand in eval mode: only swapped buffers reach it."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        if self.training:
+            return super().forward(x)
+        return (x - self.running_mean.view(1, -1, 1, 1)) / (self.running_var.view(1, -1, 1, 1) + 0.5).sqrt()
+
+
+@pytest.mark.parametrize(
+    "kind",
+    [
+        Net,
+        Residual,
+        WritesIntoShared,
+        WritesIntoInput,
+        WritesBeforeTheDraw,
+        WritesBehindTheCounter,
+        Iterates,
+        Branches,
+        NeedsContiguity,
+        TurnsGradientsOff,
+    ],
+)
+def test_equals_the_naive_loop(kind: type[nn.Module], images: list[Tensor]) -> None:
+    check(kind(), images)
+
+
+@pytest.mark.parametrize("kind", [Strides, Resizes])
+def test_memory_layout_is_not_changed_under_a_model_that_reads_it(kind: type[nn.Module], images: list[Tensor]) -> None:
+    model = kind()
+    stats = fitted(model, images)
+    with torch.no_grad():
+        h = model.conv1(torch.cat(images))
+        h = h.as_strided((96, 6, 8, 4), (384, 64, 8, 2)) if kind is Strides else h.clone().resize_(96, 6, 4, 16)
+    means = h.unflatten(0, (12, 8)).mean((1, 3, 4))  # of each of 12 mini-batches
+    torch.testing.assert_close(stats.layers["norm1"].moments.mean[0], means.mean(0).double(), rtol=1e-4, atol=1e-6)
+    expected = naive(model, stats.sample(6, seed=1), images[0])
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # it may be computed one by one
+        pred = stochbn.predict(model, stats, images[0], num_samples=6, seed=1)
+    torch.testing.assert_close(pred.samples, expected, **ROUNDING)
+
+
+def test_a_model_that_remembers_is_not_shared(images: list[Tensor]) -> None:
+    model = Remembers()
+    stats = fitted(model, images)
+    model.memory.clear()
+    expected = naive(model, stats.sample(8, seed=1), images[0])
+    model.memory.clear()
+    pred = stochbn.predict(model, stats, images[0], num_samples=8, seed=1, chunk_size=2)
+    torch.testing.assert_close(pred.samples, expected, **ROUNDING)
+
+
+def test_gradients_stop_where_the_model_stops_them(images: list[Tensor]) -> None:
+    model = TurnsGradientsOff()
+    stats = fitted(model, images)
+    gradients = []
+    for chunk_size in (1, 3, None):
+        x = images[0].clone().requires_grad_()
+        stochbn.predict(model, stats, x, num_samples=7, chunk_size=chunk_size).entropy.sum().backward()
+        gradients.append(x.grad)
+    for gradient in gradients[1:]:
+        torch.testing.assert_close(gradient, gradients[0], rtol=1e-3, atol=1e-7)
+
+
+def test_layers_with_parameters_of_their_own_way(images: list[Tensor]) -> None:
+    model = Net()
+    model.norm1 = ScalesItsWeight(6)
+    check(model, images)
+
+
+def test_layers_that_normalise_by_hand_get_drawn_buffers(images: list[Tensor]) -> None:
+    model = calibrate(Net(), images)
+    stats = stochbn.fit(model, images, progress=False)
+    hand = ByHand(6)
+    hand.load_state_dict(model.norm1.state_dict())
+    model.norm1 = hand
+    expected = naive(model, stats.sample(6, seed=1), images[0])
+    pred = stochbn.predict(model, stats, images[0], num_samples=6, seed=1)
+    torch.testing.assert_close(pred.samples, expected, **ROUNDING)
+
+
+def test_a_model_whose_passes_differ_is_not_shared(images: list[Tensor]) -> None:
+    class Alternates(Net):
+        count = 0
+        stride = 1
+
+        def forward(self, x: Tensor) -> Tensor:
+            self.count += self.stride
+            h = self.conv1(x)
+            h = torch.abs(h) if self.count % 2 else torch.square(h)
+            return self.head(self.norm1(h).mean((2, 3)))
+
+    model = Alternates()
+    stats = fitted(model, images)
+    pred = stochbn.predict(model, stats, images[0], num_samples=8, chunk_size=2)
+    assert pred.samples.isfinite().all()
+    model.stride = 0  # from here on every pass is of one kind
+    kinds = []
+    for model.count in (0, 1):
+        kinds.append(naive(model, stats.sample(8, seed=0), images[0]))
+    distances = torch.stack([(pred.samples - kind).abs().amax((1, 2)) for kind in kinds])
+    assert distances.amin(0).max() < 1e-5  # each draw is wholly of the one or of the other
+    assert distances.amax(0).min() > 1e-4
+
+
+def test_channels_last_models_and_layers_without_affine_parameters(images: list[Tensor]) -> None:
+    model = Net()
+    model.norm1 = nn.BatchNorm2d(6, affine=False)
+    check(model.to(memory_format=torch.channels_last), images)
+
+
+def test_gradients_equal_the_loops(images: list[Tensor]) -> None:
+    model = Net()
+    stats = fitted(model, images)
+    gradients = []
+    for chunk_size in (None, 3, 1):
+        x = images[0].clone().requires_grad_()
+        model.zero_grad()
+        stochbn.predict(model, stats, x, num_samples=7, chunk_size=chunk_size).entropy.sum().backward()
+        gradients.append([x.grad, *(p.grad.clone() for p in model.parameters())])
+    for others in gradients[:2]:
+        for gradient, expected in zip(others, gradients[2], strict=True):
+            assert expected.abs().max() > 0
+            torch.testing.assert_close(gradient, expected, rtol=1e-3, atol=1e-6)
+
+
+def test_the_model_keeps_its_weights_and_their_layout(images: list[Tensor]) -> None:
+    model = Net()
+    stats = fitted(model, images)
+    before = {name: (value, value.clone(), value.stride()) for name, value in model.state_dict(keep_vars=True).items()}
+    stochbn.predict(model, stats, images[0])
+    for name, value in model.state_dict(keep_vars=True).items():
+        same, content, stride = before[name]
+        assert value is same
+        assert torch.equal(value, content)
+        assert value.stride() == stride
+
+
+def test_stacks_are_bounded_in_bytes(images: list[Tensor], monkeypatch: pytest.MonkeyPatch) -> None:
+    model = Net()
+    stats = fitted(model, images)
+    whole = stochbn.predict(model, stats, images[0][:1], num_samples=12)
+    sizes = []
+    stack = torch.func.vmap
+
+    def watched(function, **options):
+        def run(*draws):
+            sizes.append(len(draws[0]))
+            return stack(function, **options)(*draws)
+
+        return run
+
+    monkeypatch.setattr("stochbn.inference.engine.vmap", watched)
+    a_draw = 4 * 6 * 64  # bytes of the largest activation
+    monkeypatch.setattr("stochbn.inference.engine.STACKED_BYTES", 5 * a_draw)
+    again = stochbn.predict(model, stats, images[0][:1], num_samples=12)
+    assert sizes == [5, 5, 2]
+    sizes.clear()
+    new = copy.deepcopy(model)
+    pred = stochbn.predict(new, stats, images[0][:1], num_samples=12)
+    assert sizes == [1, 5, 5, 1]  # before the size of an activation is known, it is guessed to be larger
+    for other in (again, pred):
+        torch.testing.assert_close(other.samples, whole.samples, **ROUNDING)
+
+
+def test_networks_that_were_just_drawn_are_not_drawn_again(
+    model: nn.Module, stats: stochbn.Factorized, x: Tensor, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    made = []
+    sample = type(stats).sample
+
+    def counting(self: stochbn.Factorized, *args: object, **kwargs: object) -> stochbn.Draws:
+        made.append(kwargs["seed"])
+        return sample(self, *args, **kwargs)
+
+    monkeypatch.setattr(type(stats), "sample", counting)
+    first = stochbn.predict(model, stats, x, seed=0)
+    second = stochbn.predict(model, stats, x, seed=0)
+    other = stochbn.predict(model, stats, x, seed=1)
+    assert made == [0, 1]
+    assert torch.equal(first.probs, second.probs)
+    assert not torch.equal(first.probs, other.probs)

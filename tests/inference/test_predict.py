@@ -1,0 +1,541 @@
+"""Prediction: identities first, then independence of how it is computed, then the odd models and bad input."""
+
+import copy
+import math
+import pickle
+import warnings
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from torch import Tensor, nn
+from torch.func import functional_call
+from torch.utils.data import DataLoader, IterableDataset, TensorDataset
+
+import stochbn
+from conftest import calibrate, naive, small_cnn
+from stochbn.distributions.base import Layer
+from stochbn.inference.prediction import Average, join
+from stochbn.statistics.moments import Moments
+
+ROUNDING = {"rtol": 1e-5, "atol": 1e-6}
+
+
+def centred(model: nn.Module) -> stochbn.Factorized:
+    """A distribution around the model's own running statistics."""
+    layers = {}
+    for name, norm in model.named_modules():
+        if isinstance(norm, nn.modules.batchnorm._BatchNorm):
+            centre = torch.stack([norm.running_mean.double(), (norm.running_var.double() + norm.eps).log()])
+            layers[name] = Layer(norm.eps, Moments(10.0, 10.0, centre, torch.ones_like(centre)))
+    return stochbn.Factorized(layers, batch_size=16, num_batches=10)
+
+
+# ---- identities
+
+
+def test_spread_0_around_the_running_statistics_is_the_model(model: nn.Module, x: Tensor) -> None:
+    draws = centred(model).sample(3, spread=0, seed=0)
+    pred = stochbn.predict(model, draws, x)
+    expected = model(x).softmax(1)
+    for sample in pred.samples:
+        torch.testing.assert_close(sample, expected, **ROUNDING)
+    torch.testing.assert_close(pred.probs, expected, **ROUNDING)
+    assert pred.std.max() < 1e-6
+    moved = stochbn.predict(model, centred(model).sample(3, spread=1, seed=0), x)
+    assert (moved.probs - expected).abs().max() > 1e-3  # the identity could have failed
+
+
+def test_equals_copies_of_the_model_with_drawn_buffers(model: nn.Module, stats: stochbn.Factorized, x: Tensor) -> None:
+    pred = stochbn.predict(model, stats, x, num_samples=20, seed=3)
+    samples = naive(model, stats.sample(20, seed=3), x)
+    torch.testing.assert_close(pred.samples, samples, **ROUNDING)
+    torch.testing.assert_close(pred.probs, samples.mean(0), **ROUNDING)
+    torch.testing.assert_close(pred.std, samples.std(0, correction=0), **ROUNDING)
+    torch.testing.assert_close(pred.entropy, stochbn.entropy(samples.mean(0)), **ROUNDING)
+    torch.testing.assert_close(pred.aleatoric, stochbn.expected_entropy(samples), **ROUNDING)
+    torch.testing.assert_close(pred.epistemic, stochbn.mutual_information(samples), **ROUNDING)
+    assert (len(pred), pred.num_samples) == (7, 20)
+
+
+def test_no_statistics_is_the_plain_model(model: nn.Module, x: Tensor) -> None:
+    model.train()
+    pred = stochbn.predict(model, None, x)
+    assert torch.equal(pred.probs, model.eval()(x).softmax(1))
+    assert pred.num_samples == 1
+    assert pred.std.max() == pred.epistemic.max() == 0
+
+
+def test_ensemble_of_one_is_the_model(dropout_model: nn.Module, x: Tensor, batches: list[Tensor]) -> None:
+    for dropout in (False, True):
+        stats = stochbn.fit(dropout_model, batches, dropout=dropout, progress=False)
+        for source in (None, stats):
+            one = stochbn.predict(dropout_model, source, x, num_samples=4, dropout=dropout)
+            several = stochbn.predict([dropout_model], source and [source], x, num_samples=4, dropout=dropout)
+            assert torch.equal(one.samples, several.samples)
+
+
+def test_deep_ensembles_average_their_members(batches: list[Tensor], x: Tensor) -> None:
+    models = [calibrate(small_cnn(), batches) for _ in range(3)]
+    plain = stochbn.predict(models, None, x)
+    torch.testing.assert_close(plain.probs, torch.stack([m(x).softmax(1) for m in models]).mean(0), **ROUNDING)
+    assert plain.num_samples == 3
+    stats = [stochbn.fit(m, batches, progress=False) for m in models]
+    pred = stochbn.predict(nn.ModuleList(models), stats, x, num_samples=5, seed=2)
+    assert torch.equal(pred.samples[:5], stochbn.predict(models[0], stats[0], x, num_samples=5, seed=2).samples)
+    for index in (1, 2):  # the others have draws of their own
+        rows = slice(5 * index, 5 * index + 5)
+        alone = stochbn.predict(models[index], stats[index], x, num_samples=5, seed=2).samples
+        assert not torch.equal(pred.samples[rows], alone)
+    torch.testing.assert_close(pred.probs, pred.samples.mean(0), **ROUNDING)
+
+
+def test_members_weigh_the_same_however_many_draws_they_have(
+    model: nn.Module, stats: stochbn.Factorized, batches: list[Tensor], x: Tensor
+) -> None:
+    other = calibrate(small_cnn(), batches)
+    pred = stochbn.predict([model, other], [stats, None], x, num_samples=9)
+    parts = [stochbn.predict(model, stats, x, num_samples=9), stochbn.predict(other, None, x)]
+    assert pred.num_samples == 10
+    for name in ("probs", "aleatoric"):
+        torch.testing.assert_close(getattr(pred, name), sum(getattr(p, name) for p in parts) / 2, **ROUNDING)
+
+
+@given(
+    st.integers(1, 6),
+    st.integers(2, 5),
+    st.lists(st.floats(-60, 60), min_size=90, max_size=90),
+    st.sampled_from(["softmax", "sigmoid"]),
+)
+def test_entropy_is_aleatoric_plus_epistemic(draws: int, classes: int, logits: list[float], link: str) -> None:
+    outputs = torch.tensor(logits)[: draws * 3 * classes].view(draws, 3, classes)
+    average = Average(link, keep_samples=True)
+    for part in outputs.split(2):
+        average.add(part)
+    pred = average.prediction()
+    assert pred.epistemic.min() >= 0
+    torch.testing.assert_close(pred.entropy, pred.aleatoric + pred.epistemic, rtol=1e-5, atol=1e-6)
+    limit = math.log(classes) if link == "softmax" else math.log(2)
+    assert pred.entropy.min() >= 0
+    assert pred.entropy.max() <= limit + 1e-5
+    assert pred.aleatoric.min() >= 0
+
+
+# ---- however it is computed
+
+
+@pytest.mark.parametrize("dropout", [False, True])
+@pytest.mark.parametrize("chunk_size", [1, 3, 20, 100])
+def test_chunks_and_the_loop_give_the_same(
+    dropout_model: nn.Module, batches: list[Tensor], x: Tensor, chunk_size: int, dropout: bool
+) -> None:
+    stats = stochbn.fit(dropout_model, batches, dropout=dropout, progress=False)
+    reference = stochbn.predict(dropout_model, stats, x, num_samples=20, dropout=dropout)
+    pred = stochbn.predict(dropout_model, stats, x, num_samples=20, dropout=dropout, chunk_size=chunk_size)
+    torch.testing.assert_close(pred.samples, reference.samples, **ROUNDING)
+    torch.testing.assert_close(pred.epistemic, reference.epistemic, rtol=1e-4, atol=1e-6)
+
+
+@pytest.mark.parametrize("dropout", [False, True])
+def test_batch_size_and_order_do_not_matter(
+    dropout_model: nn.Module, batches: list[Tensor], x: Tensor, dropout: bool
+) -> None:
+    stats = stochbn.fit(dropout_model, batches, dropout=dropout, progress=False)
+
+    def samples(inputs: object) -> Tensor:
+        return stochbn.predict(dropout_model, stats, inputs, num_samples=10, dropout=dropout).samples
+
+    reference = samples(x)
+    torch.testing.assert_close(samples(x.flip(0)).flip(1), reference, **ROUNDING)
+    for size in (1, 2, 7):
+        loader = DataLoader(TensorDataset(x, torch.zeros(7)), batch_size=size)
+        torch.testing.assert_close(samples(loader), reference, **ROUNDING)
+        torch.testing.assert_close(samples(list(x.split(size))), reference, **ROUNDING)
+
+
+def test_streaming_gives_the_same(model: nn.Module, stats: stochbn.Factorized, x: Tensor) -> None:
+    kept = stochbn.predict(model, stats, x, num_samples=30)
+    streamed = stochbn.predict(model, stats, x, num_samples=30, keep_samples=False)
+    assert streamed.samples is None
+    for name in ("probs", "std", "entropy", "aleatoric", "epistemic"):
+        assert torch.equal(getattr(streamed, name), getattr(kept, name))
+
+
+def test_near_equal_draws_have_no_negative_uncertainty() -> None:
+    logits = torch.randn(200, 4) * 3
+    average = Average("softmax", keep_samples=True)
+    average.add(logits + 1e-6 * torch.randn(4, 200, 4))
+    pred = average.prediction()
+    raw = pred.entropy - pred.aleatoric
+    assert raw.min() < 0  # rounding makes the difference negative somewhere
+    assert pred.epistemic.min() == 0
+    assert stochbn.mutual_information(pred.samples).min() >= 0
+
+
+def test_streaming_over_batches(model: nn.Module, stats: stochbn.Factorized, x: Tensor) -> None:
+    whole = stochbn.predict(model, stats, x, num_samples=5)
+    parts = stochbn.predict(model, stats, iter(x.split(3)), num_samples=5, keep_samples=False, progress=True)
+    for name in ("probs", "std", "entropy", "aleatoric", "epistemic"):
+        torch.testing.assert_close(getattr(parts, name), getattr(whole, name), rtol=1e-4, atol=1e-6)
+
+
+def test_stacks_are_bounded_by_the_batch_not_by_s(model: nn.Module, stats: stochbn.Factorized) -> None:
+    """The largest activation is the same for few and for many draws, and the whole stack never exists."""
+    sizes: list[int] = []
+    original = torch.Tensor.softmax
+
+    def spy(self: Tensor, *args: int) -> Tensor:
+        sizes.append(self.numel())
+        return original(self, *args)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(torch.Tensor, "softmax", spy)
+        stochbn.predict(model, stats, torch.rand(4, 1, 8, 8), num_samples=400, keep_samples=False)
+    assert max(sizes) == 64 * 3  # 64 stacked examples of 3 classes
+    assert sum(sizes) == 400 * 4 * 3
+
+
+def test_draws_are_made_in_blocks_of_bounded_size(
+    model: nn.Module, stats: stochbn.Factorized, x: Tensor, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    reference = stochbn.predict(model, stats, x, num_samples=40, chunk_size=4)
+    sizes = []
+    sample = stochbn.Factorized.sample
+
+    def spy(self: stochbn.Factorized, num_samples: int, **options: object) -> stochbn.Draws:
+        sizes.append(num_samples)
+        return sample(self, num_samples, **options)
+
+    monkeypatch.setattr(stochbn.Factorized, "sample", spy)
+    monkeypatch.setattr("stochbn.inference.engine.BLOCK_NUMBERS", 2 * 20 * 9)  # the model has 20 channels
+    monkeypatch.setattr("stochbn.inference.engine.FIRST_DRAWS", 4)
+    pred = stochbn.predict(model, stats, [x[:4], x[4:]], num_samples=40, chunk_size=4)
+    assert max(sizes) == 9
+    torch.testing.assert_close(pred.samples, reference.samples, **ROUNDING)
+
+
+def test_equal_seeds_equal_predictions(model: nn.Module, stats: stochbn.Factorized, x: Tensor) -> None:
+    a, b, c = (stochbn.predict(model, stats, x, num_samples=3, seed=seed).samples for seed in (1, 1, 2))
+    assert torch.equal(a, b)
+    assert not torch.equal(a, c)
+    given_draws = stochbn.predict(model, stats.sample(3, seed=1), x, num_samples=1).samples
+    assert torch.equal(given_draws, a)
+
+
+def test_deepcopy_pickle_and_state_dict_keep_the_bits(
+    dropout_model: nn.Module, batches: list[Tensor], x: Tensor
+) -> None:
+    stats = stochbn.fit(dropout_model, batches, dropout=True, progress=False)
+    reference = stochbn.predict(dropout_model, stats, x, num_samples=6, dropout=True).samples
+    restored = small_cnn(dropout=0.3)
+    restored.load_state_dict(dropout_model.state_dict())
+    for twin in (copy.deepcopy(dropout_model), pickle.loads(pickle.dumps(dropout_model)), restored):
+        assert torch.equal(stochbn.predict(twin, stats, x, num_samples=6, dropout=True).samples, reference)
+    for twin_stats in (copy.deepcopy(stats), pickle.loads(pickle.dumps(stats))):
+        assert torch.equal(
+            stochbn.predict(dropout_model, twin_stats, x, num_samples=6, dropout=True).samples, reference
+        )
+
+
+def test_gradients_with_respect_to_inputs(model: nn.Module, stats: stochbn.Factorized, x: Tensor) -> None:
+    leaf = x.clone().requires_grad_()
+    stochbn.predict(model, stats, leaf, num_samples=4, chunk_size=2).entropy.sum().backward()
+    other = x.clone().requires_grad_()
+    draws = stats.sample(4, seed=0).match(model)
+    probs = torch.stack([functional_call(model, draws[i], other).softmax(1) for i in range(4)]).mean(0)
+    stochbn.entropy(probs).sum().backward()
+    assert leaf.grad.abs().max() > 1e-4
+    torch.testing.assert_close(leaf.grad, other.grad, rtol=1e-4, atol=1e-6)
+    assert not stochbn.predict(model, stats, x, num_samples=2).probs.requires_grad
+    with torch.no_grad():
+        assert not stochbn.predict(model, stats, leaf, num_samples=2).probs.requires_grad
+
+
+def test_gradients_are_finite_where_probabilities_underflow() -> None:
+    model = nn.Sequential(nn.BatchNorm1d(4), nn.Linear(4, 3))
+    with torch.no_grad():
+        model[1].weight.mul_(1000)
+    x = torch.randn(16, 4, requires_grad=True)
+    pred = stochbn.predict(model, centred(model).sample(5, spread=0.01, seed=0), x)
+    assert (pred.probs == 0).any()
+    (pred.entropy + pred.epistemic + pred.std.sum(1)).sum().backward()
+    assert x.grad.isfinite().all()
+
+
+# ---- kinds of models and outputs
+
+
+class Segmenter(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.body = nn.Sequential(nn.Conv2d(1, 4, 3, padding=1), nn.BatchNorm2d(4), nn.ReLU(), nn.Conv2d(4, 3, 1))
+
+    def forward(self, x: Tensor) -> dict[str, Tensor]:
+        return {"out": self.body(x)}
+
+
+def test_segmentation_and_call(x: Tensor, batches: list[Tensor]) -> None:
+    model = calibrate(Segmenter(), batches)
+    stats = stochbn.fit(model, batches, progress=False)
+    with pytest.raises(TypeError, match=r"got dict. Pick it out with call=.*model\(x\)\['out'\]"):
+        stochbn.predict(model, stats, x)
+    pred = stochbn.predict(model, stats, x, num_samples=5, call=lambda model, x: model(x)["out"])
+    assert pred.probs.shape == (7, 3, 8, 8)
+    assert pred.entropy.shape == pred.aleatoric.shape == pred.epistemic.shape == (7, 8, 8)
+    assert pred.samples.shape == (5, 7, 3, 8, 8)
+    torch.testing.assert_close(pred.probs.sum(1), torch.ones(7, 8, 8))
+
+
+def test_sigmoid_and_regression(model: nn.Module, stats: stochbn.Factorized, x: Tensor) -> None:
+    labels = stochbn.predict(model, stats, x, num_samples=5, link="sigmoid")
+    raw = stochbn.predict(model, stats, x, num_samples=5, link="identity")
+    torch.testing.assert_close(labels.samples, raw.samples.sigmoid())
+    assert labels.entropy.shape == (7, 3)
+    torch.testing.assert_close(raw.mean, raw.samples.mean(0), **ROUNDING)
+    torch.testing.assert_close(raw.std, raw.samples.std(0, correction=0), **ROUNDING)
+    for name in ("probs", "entropy", "aleatoric", "epistemic"):
+        with pytest.raises(AttributeError, match=f"for {name}, got 'identity': raw outputs have mean and std"):
+            getattr(raw, name)
+    parts = stochbn.predict(model, stats, list(x.split(3)), num_samples=5, link="identity")
+    torch.testing.assert_close(parts.mean, raw.mean, **ROUNDING)
+
+
+def test_mlp_regressor_is_less_sure_far_from_its_data() -> None:
+    def target(x: Tensor) -> Tensor:
+        return (3 * x).sin()
+
+    model = nn.Sequential(
+        nn.Linear(1, 32),
+        nn.BatchNorm1d(32),
+        nn.ReLU(),
+        nn.Linear(32, 32),
+        nn.BatchNorm1d(32),
+        nn.ReLU(),
+        nn.Linear(32, 1),
+    )
+    optimizer = torch.optim.Adam(model.parameters(), lr=1e-2)
+    for _ in range(300):
+        x = torch.rand(32, 1) * 2 - 1
+        optimizer.zero_grad()
+        (model(x) - target(x)).square().mean().backward()
+        optimizer.step()
+    stats = stochbn.fit(model, [torch.rand(32, 1) * 2 - 1 for _ in range(100)], progress=False)
+    near, far = torch.linspace(-1, 1, 50)[:, None], torch.linspace(3, 4, 50)[:, None]
+    inside = stochbn.predict(model, stats, near, num_samples=100, link="identity")
+    outside = stochbn.predict(model, stats, far, num_samples=100, link="identity")
+    assert (inside.mean - target(near)).abs().mean() < 0.2
+    assert 0 < inside.std.mean() < outside.std.mean()
+
+
+class Two(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm, self.head = nn.BatchNorm1d(4), nn.Linear(4, 3)
+
+    def forward(self, a: Tensor, b: Tensor) -> Tensor:
+        return self.head(self.norm(a + b))
+
+
+def test_several_inputs() -> None:
+    batches = [{"a": torch.randn(8, 4), "b": torch.randn(8, 4)} for _ in range(5)]
+    model = Two()
+    for batch in batches * 30:
+        model(**batch)
+    stats = stochbn.fit(model, batches, progress=False)
+    a, b = torch.randn(2, 6, 4)
+    by_position = stochbn.predict(model, stats, (a, b), num_samples=4)
+    assert torch.equal(stochbn.predict(model, stats, {"b": b, "a": a}, num_samples=4).samples, by_position.samples)
+    items = [(a[:3], b[:3], "label"), (a[3:], b[3:], "label")]
+    by_call = stochbn.predict(model, stats, items, num_samples=4, call=lambda model, item: model(item[0], item[1]))
+    torch.testing.assert_close(by_call.samples, by_position.samples, **ROUNDING)
+    with pytest.raises(TypeError, match=r"that Two can take, got Tensor\[6, 4\].*Pass call="):
+        stochbn.predict(model, stats, a, num_samples=4)
+
+
+class DataDependent(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm = nn.BatchNorm1d(4)
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.norm(x)
+        return x if x.sum() > 0 else 2 * x
+
+
+class InPlace(nn.Module):
+    """Writes drawn, batched values into a tensor that is not batched, after it has changed its own input."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm = nn.BatchNorm1d(4)
+
+    def forward(self, x: Tensor) -> Tensor:
+        x.mul_(2)
+        total = torch.zeros_like(x)
+        total.add_(self.norm(x))
+        return total
+
+
+@pytest.mark.parametrize("kind", [DataDependent, InPlace])
+def test_models_that_cannot_be_vectorised_fall_back_to_a_loop_once(kind: type[nn.Module]) -> None:
+    batches = [torch.randn(8, 4) for _ in range(5)]
+    model = calibrate(kind(), [b.clone() for b in batches])
+    stats = stochbn.fit(model, [b.clone() for b in batches], progress=False)
+    x = torch.randn(6, 4)
+    original = x.clone()
+    with pytest.warns(UserWarning, match=f"{kind.__name__} cannot be vectorised over draws.*chunk_size=1") as caught:
+        pred = stochbn.predict(model, stats, [x, x], num_samples=20)
+    assert len(caught) == 1
+    assert torch.equal(x, original)
+    oracle = torch.stack([naive(model, stats.sample(20, seed=0)[i : i + 1], x.clone())[0] for i in range(20)])
+    torch.testing.assert_close(pred.samples[:, :6], oracle, **ROUNDING)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        looped = stochbn.predict(model, stats, x, num_samples=20, chunk_size=1)
+    torch.testing.assert_close(looped.samples, oracle, **ROUNDING)
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16])
+def test_other_precisions(batches: list[Tensor], x: Tensor, dtype: torch.dtype) -> None:
+    batches = [batch.to(dtype) for batch in batches]
+    model = calibrate(small_cnn().to(dtype), batches)
+    stats = stochbn.fit(model, batches, progress=False)
+    pred = stochbn.predict(model, stats, x.to(dtype), num_samples=8)
+    assert pred.probs.dtype == (torch.float64 if dtype == torch.float64 else torch.float32)
+    oracle = naive(model, stats.sample(8, seed=0), x.to(dtype)).to(pred.probs.dtype)
+    tolerance = 1e-10 if dtype == torch.float64 else 0.02
+    torch.testing.assert_close(pred.samples, oracle, rtol=tolerance, atol=tolerance)
+
+
+def test_randomness_of_the_models_own_differs_between_draws(stats: stochbn.Factorized, x: Tensor) -> None:
+    class Noisy(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.norm = nn.BatchNorm2d(1)
+
+        def forward(self, x: Tensor) -> Tensor:
+            return (self.norm(x) + torch.randn(8, 8)).flatten(1)
+
+    model = Noisy()
+    before = torch.get_rng_state()
+    pred = stochbn.predict(model, centred(model).sample(4, spread=0, seed=0), x, link="identity")
+    assert pred.std.min() > 0
+    assert torch.equal(torch.get_rng_state(), before)
+
+
+def test_loader_over_an_iterable_dataset(model: nn.Module, stats: stochbn.Factorized, x: Tensor) -> None:
+    class Stream(IterableDataset):
+        def __iter__(self):
+            return iter(x)
+
+    loader = DataLoader(Stream(), batch_size=3)
+    pred = stochbn.predict(model, stats, loader, num_samples=3, progress=True)
+    torch.testing.assert_close(pred.probs, stochbn.predict(model, stats, x, num_samples=3).probs, **ROUNDING)
+    assert stochbn.exact_predict(model, [x, x, x], loader, num_samples=2).probs.shape == (7, 3)
+
+
+def test_under_autocast(model: nn.Module, stats: stochbn.Factorized, x: Tensor) -> None:
+    plain = stochbn.predict(model, stats, x, num_samples=4)
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        cast = stochbn.predict(model, stats, x, num_samples=4, chunk_size=1)
+    torch.testing.assert_close(cast.probs, plain.probs, rtol=0.05, atol=0.02)
+
+
+def test_model_without_batch_norm_has_dropout_and_ensembles(x: Tensor) -> None:
+    model = nn.Sequential(nn.Flatten(), nn.Linear(64, 20), nn.Dropout(0.5), nn.Linear(20, 3))
+    pred = stochbn.predict(model, None, x, dropout=True, num_samples=30)
+    assert pred.num_samples == 30
+    assert pred.epistemic.min() > 0
+    assert stochbn.predict([model, model], None, x).epistemic.max() == pytest.approx(0, abs=1e-6)
+
+
+# ---- bad input
+
+
+def test_bad_options(model: nn.Module, stats: stochbn.Factorized, x: Tensor) -> None:
+    with pytest.raises(ValueError, match="num_samples of at least 1, got 0"):
+        stochbn.predict(model, stats, x, num_samples=0)
+    with pytest.raises(ValueError, match="chunk_size of at least 1, got 0"):
+        stochbn.predict(model, stats, x, chunk_size=0)
+    with pytest.raises(ValueError, match="one of 'softmax', 'sigmoid', 'identity', got 'probit'"):
+        stochbn.predict(model, stats, x, link="probit")
+    with pytest.raises(ValueError, match="with Dropout layers for dropout=True"):
+        stochbn.predict(model, stats, x, dropout=True)
+    with pytest.raises(ValueError, match="one distribution a model, got 1 for 2 models"):
+        stochbn.predict([model, model], stats, x)
+    with pytest.raises(TypeError, match="fitted distribution, Draws or None, got dict"):
+        stochbn.predict(model, [{}], x)
+    with pytest.raises(TypeError, match="fitted distribution, Draws or None, got Tensor"):
+        stochbn.predict(model, x, stats)
+    with pytest.raises(TypeError, match=r"got str.*stochbn.load\(path\)"):
+        stochbn.predict(model, "net.sbn.safetensors", x)
+    with pytest.raises(ValueError, match="a model or a sequence of models, got an empty sequence"):
+        stochbn.predict([], None, x)
+    with pytest.raises(TypeError, match=r"got dict\. Check the order of the arguments"):
+        stochbn.predict({}, None, x)
+    with pytest.raises(TypeError, match="iterable of batches, got ndarray"):
+        stochbn.predict(model, stats, x.numpy())
+    with pytest.raises(TypeError, match=r"num_samples to be a whole number, got 50\.0"):
+        stochbn.predict(model, stats, x, num_samples=50.0)
+    with pytest.raises(ValueError, match="at least one input, got an empty batch"):
+        stochbn.predict(model, stats, x[:0])
+    with pytest.raises(ValueError, match="at least one input, got an empty batch"):
+        stochbn.exact_predict(model, [x, x], x[:0], num_samples=2)
+    assert stochbn.predict(model, stats, x, num_samples=2, seed=None).num_samples == 2
+    with pytest.raises(ValueError, match="got an empty loader"):
+        stochbn.predict(model, stats, [])
+
+
+def test_statistics_of_another_model(stats: stochbn.Factorized, x: Tensor) -> None:
+    with pytest.raises(ValueError, match="another model's"):
+        stochbn.predict(nn.Sequential(nn.Flatten(), nn.BatchNorm1d(64)), stats, x)
+
+
+def test_statistics_fitted_under_another_rule_of_dropout(
+    dropout_model: nn.Module, batches: list[Tensor], x: Tensor
+) -> None:
+    stats = stochbn.fit(dropout_model, batches, dropout=True, progress=False)
+    with pytest.warns(UserWarning, match="fitted with dropout=True and are used with dropout=False"):
+        stochbn.predict(dropout_model, stats, x, num_samples=2)
+
+
+def test_model_that_ends_in_softmax(model: nn.Module, stats: stochbn.Factorized, x: Tensor) -> None:
+    ended = nn.Sequential(*model, nn.Softmax(1))
+    with pytest.raises(ValueError, match=r"probabilities already.*call=lambda model, x: model\(x\).log\(\)"):
+        stochbn.predict(ended, stats, x)
+    undone = stochbn.predict(ended, stats, x, call=lambda model, x: model(x).log())
+    torch.testing.assert_close(undone.probs, stochbn.predict(model, stats, x).probs, **ROUNDING)
+
+
+def test_non_finite_outputs(model: nn.Module, stats: stochbn.Factorized, x: Tensor) -> None:
+    x[2, 0, 0, 0] = math.nan
+    with pytest.raises(ValueError, match="NaN or Inf from draw 0 for input 2 of its batch"):
+        stochbn.predict(model, stats, x)
+    assert join([stochbn.predict(model, stats, x[:2])]).probs.isfinite().all()
+
+
+def test_masked_classes_may_be_minus_infinity() -> None:
+    average = Average("softmax", keep_samples=False)
+    average.add(torch.tensor([[[0.0, 1.0, -math.inf]]]))
+    assert average.prediction().probs[0, 2] == 0
+
+
+@pytest.mark.parametrize("shape", [(5,), (5, 1)])
+def test_softmax_needs_classes(shape: tuple[int, ...]) -> None:
+    model = nn.Sequential(nn.BatchNorm1d(1), nn.Flatten(0) if len(shape) == 1 else nn.Identity())
+    with pytest.raises(ValueError, match=r"K ≥ 2 classes for link='softmax'.*link='sigmoid'"):
+        stochbn.predict(model, centred(model), torch.randn(5, 1), num_samples=3)
+
+
+def test_outputs_that_are_not_floating_point() -> None:
+    class Labels(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.norm = nn.BatchNorm1d(3)
+
+        def forward(self, x: Tensor) -> Tensor:
+            return self.norm(x).argmax(1)
+
+    with pytest.raises(TypeError, match=r"floating-point tensor with a row an input, got torch.int64 of shape \[5\]"):
+        stochbn.predict(Labels(), centred(Labels()), torch.randn(5, 3), num_samples=3)
