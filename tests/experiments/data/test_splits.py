@@ -18,6 +18,7 @@ import pytest
 import torch
 from PIL import Image
 
+from stochbn.experiments.data import publications
 from stochbn.experiments.data.embedded import load_digits, render_glyphs
 from stochbn.experiments.data.publications import PUBLICATIONS
 from stochbn.experiments.data.sources import (
@@ -30,14 +31,7 @@ from stochbn.experiments.data.sources import (
     read_members,
     write_atomically,
 )
-from stochbn.experiments.data.splits import (
-    decode_idx,
-    draw_known_classes,
-    list_data,
-    load_split,
-    publications,
-    to_inputs,
-)
+from stochbn.experiments.data.splits import decode_idx, draw_known_classes, list_data, load_split, to_inputs
 
 USER_CACHE = cache_dir()  # before any test points it elsewhere
 SHARED = Path(__file__).parents[3] / ".." / "shared" / "data"

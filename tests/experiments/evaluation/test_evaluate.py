@@ -15,9 +15,9 @@ from scipy import stats as scipy_stats
 
 import stochbn
 from stochbn.cli import main as cli
+from stochbn.experiments.data import splits as data
 from stochbn.experiments.data.sources import DataError
 from stochbn.experiments.data.splits import Split, draw_known_classes, load_split, to_inputs
-from stochbn.experiments.data.splits import splits as data
 from stochbn.experiments.evaluation import diagnostics
 from stochbn.experiments.evaluation.evaluate import evaluate
 from stochbn.experiments.evaluation.inference import fit, input_batches, tune
