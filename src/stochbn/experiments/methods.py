@@ -1,0 +1,137 @@
+"""The one table of methods: what each is called, how it predicts and how it looks, wherever a table or figure shows it.
+
+A key is what files and code use; a label is for people, and nothing depends on its wording.
+"""
+
+from dataclasses import dataclass, replace
+from typing import Literal
+
+# Okabe and Ito's palette, which colour-blind readers can distinguish.
+GREY, BLACK = "#777777", "#000000"
+BLUE, GREEN, VERMILION, ORANGE, PURPLE, SKY = "#0072b2", "#009e73", "#d55e00", "#e69f00", "#cc79a7", "#56b4e9"
+
+SPREADS = tuple(2 ** (step / 2) for step in range(-2, 4))  # 0.5, 0.71, 1, 1.41, 2, 2.83: what can be chosen from later
+
+
+@dataclass(frozen=True)
+class Drawing:
+    """How networks are drawn around a trained one.
+
+    Attributes:
+        family: Of the fitted statistics; None draws no statistics, "exact" takes training mini-batches (eq. 3).
+        layers: Which BatchNorm layers are drawn: all of them, the last stage of the network, or its last layer alone.
+        conditioned: Whether each input is counted into the mini-batch that normalises it.
+        tuned: What a spread is chosen for on validation data: the network, each of its layers, or the whole ensemble.
+        dropout: Whether dropout stays active.
+        apart: Of "empirical", which correlations are destroyed: between layers; between channels too; all of them.
+        spread: A fixed one, in place of the fitted or a tuned one.
+        exhaustive: Of "empirical", whether every mini-batch that was kept is drawn once, in place of S of them.
+    """
+
+    family: Literal["factorized", "lowrank", "empirical", "exact"] | None = None
+    layers: Literal["all", "stage", "last"] = "all"
+    conditioned: bool = False
+    tuned: Literal["network", "layers", "ensemble"] | None = None
+    dropout: bool = False
+    apart: Literal["layers", "channels", "numbers"] | None = None
+    spread: float | None = None
+    exhaustive: bool = False
+
+
+@dataclass(frozen=True)
+class Method:
+    """A row of a table, a line of a figure.
+
+    Attributes:
+        key: In files and code.
+        label: In tables and figures.
+        group: What it needs: one trained network, several of them, or one with dropout layers.
+        colour: Of its lines.
+        line: Their style, as Matplotlib names it.
+        drawing: How each of its networks is drawn.
+        members: Of an ensemble, the key of the method whose networks it averages.
+    """
+
+    key: str
+    label: str
+    group: Literal["network", "ensemble", "dropout"]
+    colour: str
+    line: str
+    drawing: Drawing
+    members: str | None = None
+
+    def at(self, spread: float) -> "Method":
+        """Returns the method with a fixed spread, under a key and a label of its own.
+
+        Example:
+            >>> METHODS["last"].at(0.5).key
+            'last@0.50'
+        """
+        return replace(
+            self,
+            key=f"{self.key}@{spread:.2f}",
+            label=f"{self.label}, spread {spread:.2f}",
+            drawing=replace(self.drawing, tuned=None, spread=spread),
+        )
+
+
+_SBN = Drawing("factorized")
+_REAL = Drawing("empirical", conditioned=True)
+_LAST = replace(_REAL, layers="last", exhaustive=True)
+_STAGE = replace(_LAST, layers="stage")
+_DROPOUT = Drawing(dropout=True)
+
+
+def _tuned(drawing: Drawing, what: Literal["network", "layers", "ensemble"] = "network") -> Drawing:
+    return replace(drawing, tuned=what)
+
+
+METHODS: dict[str, Method] = {
+    method.key: method
+    for method in (
+        # One network.
+        Method("plain", "One network", "network", GREY, "-", Drawing()),
+        Method("sbn", "SBN", "network", GREEN, "--", _SBN),
+        Method("tuned", "Tuned SBN", "network", GREEN, ":", _tuned(_SBN)),
+        Method("tuned-by-layer", "SBN, tuned by layer", "network", SKY, ":", _tuned(_SBN, "layers")),
+        Method("sbn-conditioned", "SBN, conditioned", "network", SKY, "--", replace(_SBN, conditioned=True)),
+        Method("lowrank", "Low rank", "network", ORANGE, "--", Drawing("lowrank")),
+        Method("lowrank-tuned", "Low rank, tuned", "network", ORANGE, ":", _tuned(Drawing("lowrank"))),
+        Method("empirical", "Real mini-batches", "network", SKY, "-", Drawing("empirical")),
+        Method("real", "Real mini-batches, conditioned", "network", PURPLE, "--", _REAL),
+        Method(
+            "real-tuned",
+            "Real mini-batches, conditioned, tuned",
+            "network",
+            PURPLE,
+            ":",
+            _tuned(replace(_REAL, exhaustive=True)),
+        ),
+        Method("stage", "Last stage", "network", ORANGE, "--", _STAGE),
+        Method("last", "Last layer", "network", PURPLE, "-", _LAST),
+        Method("last-tuned", "Last layer, tuned", "network", PURPLE, "-.", _tuned(_LAST)),
+        Method(
+            "layers-apart", "Real mini-batches, layers apart", "network", GREY, "--", replace(_REAL, apart="layers")
+        ),
+        Method(
+            "channels-apart",
+            "Real mini-batches, channels apart",
+            "network",
+            GREY,
+            ":",
+            replace(_REAL, apart="channels"),
+        ),
+        Method("exact", "Exact (eq. 3)", "network", BLACK, "-", Drawing("exact")),
+        # Several networks.
+        Method("ensemble", "Deep Ensembles", "ensemble", BLUE, "-", Drawing(), "plain"),
+        Method("ensemble+sbn", "Deep Ensembles + SBN", "ensemble", BLUE, "--", _SBN, "sbn"),
+        Method(
+            "ensemble+tuned", "Deep Ensembles + tuned SBN", "ensemble", BLUE, ":", _tuned(_SBN, "ensemble"), "members"
+        ),
+        Method("ensemble+last", "Deep Ensembles + last layer", "ensemble", ORANGE, "-", _LAST, "last"),
+        # Networks with dropout.
+        Method("dropout", "Dropout", "dropout", VERMILION, "-", _DROPOUT),
+        Method("dropout+sbn", "Dropout + SBN", "dropout", VERMILION, "--", replace(_SBN, dropout=True)),
+        Method("dropout+tuned", "Dropout + tuned SBN", "dropout", VERMILION, ":", _tuned(replace(_SBN, dropout=True))),
+    )
+}
