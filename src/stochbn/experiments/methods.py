@@ -49,7 +49,7 @@ class Method:
         colour: Of its lines.
         line: Their style, as Matplotlib names it.
         drawing: How each of its networks is drawn.
-        members: Of an ensemble, the key of the method whose networks it averages.
+        members: Of an ensemble, the key of the method whose networks it averages; its own if they are drawn for it.
     """
 
     key: str
@@ -73,6 +73,15 @@ class Method:
             label=f"{self.label}, spread {spread:.2f}",
             drawing=replace(self.drawing, tuned=None, spread=spread),
         )
+
+    def tempered(self) -> "Method":
+        """Returns the method with a temperature chosen on validation data, under a key and a label of its own.
+
+        Example:
+            >>> METHODS["plain"].tempered().label
+            'One network + temperature'
+        """
+        return replace(self, key=f"{self.key}+temperature", label=f"{self.label} + temperature")
 
 
 _SBN = Drawing("factorized")
@@ -108,6 +117,7 @@ METHODS: dict[str, Method] = {
             _tuned(replace(_REAL, exhaustive=True)),
         ),
         Method("stage", "Last stage", "network", ORANGE, "--", _STAGE),
+        Method("stage-tuned", "Last stage, tuned", "network", ORANGE, "-.", _tuned(_STAGE)),
         Method("last", "Last layer", "network", PURPLE, "-", _LAST),
         Method("last-tuned", "Last layer, tuned", "network", PURPLE, "-.", _tuned(_LAST)),
         Method(
@@ -126,12 +136,37 @@ METHODS: dict[str, Method] = {
         Method("ensemble", "Deep Ensembles", "ensemble", BLUE, "-", Drawing(), "plain"),
         Method("ensemble+sbn", "Deep Ensembles + SBN", "ensemble", BLUE, "--", _SBN, "sbn"),
         Method(
-            "ensemble+tuned", "Deep Ensembles + tuned SBN", "ensemble", BLUE, ":", _tuned(_SBN, "ensemble"), "members"
+            "ensemble+tuned",
+            "Deep Ensembles + tuned SBN",
+            "ensemble",
+            BLUE,
+            ":",
+            _tuned(_SBN, "ensemble"),
+            "ensemble+tuned",
+        ),
+        Method(
+            "ensemble-tempered",
+            "Deep Ensembles, each + temperature",
+            "ensemble",
+            SKY,
+            "-.",
+            Drawing(),
+            "plain+temperature",
         ),
         Method("ensemble+last", "Deep Ensembles + last layer", "ensemble", ORANGE, "-", _LAST, "last"),
+        Method(
+            "ensemble+last-tuned",
+            "Deep Ensembles + last layer, tuned",
+            "ensemble",
+            ORANGE,
+            "-.",
+            _tuned(_LAST),
+            "last-tuned",
+        ),
         # Networks with dropout.
         Method("dropout", "Dropout", "dropout", VERMILION, "-", _DROPOUT),
         Method("dropout+sbn", "Dropout + SBN", "dropout", VERMILION, "--", replace(_SBN, dropout=True)),
         Method("dropout+tuned", "Dropout + tuned SBN", "dropout", VERMILION, ":", _tuned(replace(_SBN, dropout=True))),
     )
 }
+TEMPERED: dict[str, Method] = {method.key: method for method in map(Method.tempered, METHODS.values())}
