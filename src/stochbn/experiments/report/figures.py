@@ -64,8 +64,10 @@ def render(figure: Figure) -> dict[str, bytes]:
     metadata: dict[str, dict[str, Any]] = {"png": {"Software": None}, "svg": {"Date": None, "Creator": None}}
     files = {}
     with matplotlib.rc_context(STYLE):
-        figure.draw_without_rendering()
-        figure.set_layout_engine("none")  # arranged once, for both
+        engine = figure.get_layout_engine()
+        if engine is not None:  # arranges once, for both files
+            engine.execute(figure)
+            figure.set_layout_engine("none")
         for kind, entries in metadata.items():
             buffer = io.BytesIO()
             figure.savefig(buffer, format=kind, dpi=200, metadata=entries)
