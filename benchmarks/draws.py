@@ -29,7 +29,8 @@ from stochbn.distributions.seeds import antithetic_normal, derive_seed
 from stochbn.experiments.data.splits import Split, load_split, to_inputs
 from stochbn.experiments.evaluation.diagnostics import choose_rows
 from stochbn.experiments.evaluation.inference import fit, input_batches
-from stochbn.experiments.report.figures import BLUE, FULL, GREEN, ORANGE, PURPLE, STYLE, VERMILION, render
+from stochbn.experiments.methods import BLUE, GREEN, ORANGE, PURPLE, VERMILION
+from stochbn.experiments.report.figures import FULL, STYLE, render
 from stochbn.experiments.report.scores import detect
 from stochbn.experiments.report.tables import rounded
 from stochbn.experiments.training.checkpoints import checkpoint_path, load_network

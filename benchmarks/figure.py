@@ -22,7 +22,8 @@ from benchmarks.contenders import (
 )
 from benchmarks.subjects import KINDS
 from benchmarks.targets import RATIOS, growth_medians
-from stochbn.experiments.report.figures import BLUE, FULL, GREEN, ORANGE, PURPLE, SKY, STYLE, VERMILION
+from stochbn.experiments.methods import BLUE, GREEN, ORANGE, PURPLE, SKY, VERMILION
+from stochbn.experiments.report.figures import FULL, STYLE
 
 GREY = "#777777"
 # Colour and marker both tell contenders apart.

@@ -25,8 +25,11 @@ ROOMS = {
     "experiments.files": None,
     "experiments.methods": None,
     "experiments.evaluation": ["protocols", "inference", "diagnostics", "jobs", "evaluate"],
-    "experiments.report": ["scores", "paper", "claims", "tables", "figures", "diagnostic_figures", "report"],
-    "experiments.study": ["study", "scores", "evidence", "results", "figures", "report"],
+    "experiments.report": [
+        *("scores", "choose", "collect", "paper", "differences", "tables", "figures", "diagnostic_figures", "notes"),
+        "report",
+    ],
+    "experiments.study": ["draws", "results", "scores", "evidence", "measure", "tables", "figures", "study"],
     "cli": ["models", "main"],
 }
 ORDER = [f"{room}.{module}" if modules else room for room, modules in ROOMS.items() for module in modules or [""]]

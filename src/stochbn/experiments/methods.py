@@ -23,7 +23,7 @@ class Drawing:
         conditioned: Whether each input is counted into the mini-batch that normalises it.
         tuned: What a spread is chosen for on validation data: the network, each of its layers, or the whole ensemble.
         dropout: Whether dropout stays active.
-        apart: Of "empirical", which correlations are destroyed: between layers; between channels too; all of them.
+        apart: Of "empirical", which correlations are destroyed: between layers, or between channels too.
         spread: A fixed one, in place of the fitted or a tuned one.
         exhaustive: Of "empirical", whether every mini-batch that was kept is drawn once, in place of S of them.
     """
@@ -33,7 +33,7 @@ class Drawing:
     conditioned: bool = False
     tuned: Literal["network", "layers", "ensemble"] | None = None
     dropout: bool = False
-    apart: Literal["layers", "channels", "numbers"] | None = None
+    apart: Literal["layers", "channels"] | None = None
     spread: float | None = None
     exhaustive: bool = False
 
@@ -169,4 +169,3 @@ METHODS: dict[str, Method] = {
         Method("dropout+tuned", "Dropout + tuned SBN", "dropout", VERMILION, ":", _tuned(replace(_SBN, dropout=True))),
     )
 }
-TEMPERED: dict[str, Method] = {method.key: method for method in map(Method.tempered, METHODS.values())}

@@ -65,6 +65,10 @@ class Score:
     std: float | None
     num_inputs: int
 
+    def times(self, factor: float) -> "Score":
+        """Returns it in another unit."""
+        return Score(factor * self.value, self.std and factor * self.std, self.num_inputs)
+
 
 Scores = dict[str, dict[str, Score]]  # by the keys of method and metric
 
