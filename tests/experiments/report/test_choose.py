@@ -8,6 +8,7 @@ from stochbn.experiments.report.choose import (
     TEMPERATURES,
     choose_spread,
     choose_temperature,
+    is_end,
     temper,
     temper_network,
 )
@@ -42,8 +43,11 @@ def test_the_temperature_is_that_of_the_lowest_nll(sharpness):
 
 def test_a_temperature_stays_within_its_limits():
     sure = torch.tensor([[0.9, 0.1]] * 5, dtype=torch.float64)
-    assert choose_temperature(sure, torch.zeros(5, dtype=torch.long)) == pytest.approx(TEMPERATURES[0], rel=1e-3)
-    assert choose_temperature(sure, torch.ones(5, dtype=torch.long)) == pytest.approx(TEMPERATURES[1], rel=1e-3)
+    for label, limit in enumerate(TEMPERATURES):  # always right, always wrong
+        chosen = choose_temperature(sure, torch.full((5,), label))
+        assert chosen == pytest.approx(limit, rel=1e-3)
+        assert is_end(chosen)
+    assert not is_end(choose_temperature(*drawn(1.0)))
 
 
 def test_a_temperature_of_one_changes_nothing():

@@ -10,7 +10,7 @@ from stochbn.experiments.methods import METHODS, SPREADS
 from stochbn.experiments.report.choose import choose_temperature, temper
 from stochbn.experiments.report.collect import collect, has_dropout, select_exact
 from stochbn.experiments.report.report import read_files, write_report
-from stochbn.experiments.report.scores import score
+from stochbn.experiments.report.scores import Chosen, score
 
 KEYS = ["plain", "sbn", "ensemble", "ensemble+sbn", "dropout", "dropout+sbn"]
 
@@ -57,7 +57,7 @@ def test_rows_of_cifar5(cifar5):
     ensembles = ["ensemble", "ensemble+temperature", "ensemble+sbn", "ensemble-tempered", "ensemble+last"]
     assert list(found) == [*rows, *ensembles, "ensemble+last-tuned", "dropout", "dropout+sbn"]
     assert all(set(output) == set(PARTS) for scored in found.values() for output in scored.outputs)
-    assert {key: len(scored.chosen) for key, scored in found.items() if scored.chosen} == {
+    assert {key: len(scored.chosen.values) for key, scored in found.items() if scored.chosen} == {
         "plain+temperature": 3,
         "stage-tuned": 3,
         "last-tuned": 3,
@@ -76,16 +76,16 @@ def test_chosen_rows_are_what_the_files_hold(cifar5):
     for i, file in enumerate(files):
         plain = probabilities(file, "plain", "validation")
         temperature = choose_temperature(plain, labels)
-        assert found["plain+temperature"].chosen[i] == temperature
+        assert found["plain+temperature"].chosen.values[i] == temperature
         tempered = temper(probabilities(file, "plain", "test"), temperature)
         assert torch.allclose(found["plain+temperature"].outputs[i]["test"].probs, tempered)
         fitted = found["last"].outputs[i]["out-of-domain"].probs
         assert torch.equal(fitted, probabilities(file, "last@1.00", "out-of-domain"))
-        key = METHODS["last"].at(found["last-tuned"].chosen[i]).key
+        key = METHODS["last"].at(found["last-tuned"].chosen.values[i]).key
         assert torch.equal(found["last-tuned"].outputs[i]["test"].probs, probabilities(file, key, "test"))
-    assert set(found["last-tuned"].chosen) <= set(SPREADS)
+    assert set(found["last-tuned"].chosen.values) <= set(SPREADS)
     mean = torch.stack([probabilities(file, "plain", "validation") for file in files]).mean(0)
-    assert found["ensemble+temperature"].chosen == (choose_temperature(mean, labels),)
+    assert found["ensemble+temperature"].chosen == Chosen((choose_temperature(mean, labels),), False)
     whole = torch.stack([output["test"].probs for output in found["last-tuned"].outputs]).mean(0)
     assert torch.allclose(found["ensemble+last-tuned"].outputs[0]["test"].probs, whole)
 

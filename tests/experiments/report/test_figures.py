@@ -12,7 +12,7 @@ from stochbn.experiments.report.scores import score
 
 @pytest.fixture(scope="module")
 def labels(results):
-    return [scored.label for scored in results.methods.values()]
+    return [scored.short_label for scored in results.methods.values()]
 
 
 def test_every_method_has_a_curve(results, labels):
@@ -48,7 +48,7 @@ def test_colours_are_the_methods_everywhere(results, labels):
             if line.get_label() in labels:
                 colours.setdefault(line.get_label(), set()).add(line.get_color())
     assert {label: len(found) for label, found in colours.items()} == dict.fromkeys(labels, 1)
-    assert colours["Dropout"] == colours["Dropout + SBN"] != colours["Deep Ensembles (3 of 6 networks)"]
+    assert colours["Dropout"] == colours["Dropout + SBN"] != colours["Deep Ensembles (3 of 6)"]
 
 
 def test_reliability_diagrams_agree_with_the_calibration_error(results):

@@ -13,10 +13,13 @@ def notes_of(folder, *, has_paper=True):
 def test_what_was_chosen_is_listed(cifar5):
     text = notes_of(cifar5)
     found = collect(read_files(cifar5)[0]).methods["last-tuned"]
-    spreads = ", ".join(f"{spread:.2f}" for spread in found.chosen)
-    assert f"Last layer, tuned: spreads chosen on validation data, {spreads}." in text
+    spreads = ", ".join(f"{spread:.2f}" for spread in found.chosen.values)
+    assert f"Last layer, tuned: spreads chosen on validation data, {spreads}. The end of what was tried" in text
+    assert 0.5 in found.chosen.values  # the smallest
     assert "One network + temperature: temperatures chosen on validation data, " in text
     assert "Deep Ensembles + temperature (3 of 6 networks): temperatures chosen" in text
+    assert "Tuned SBN" not in text
+    assert text.count("The end of what was tried") == 2
 
 
 def test_what_is_missing_is_listed(lenet5, make_files, tmp_path):

@@ -107,6 +107,7 @@ def test_certain_predictions_give_finite_scores():
 def test_an_ensemble_of_fewer_networks_than_planned_says_so():
     scored = Scored(METHODS["ensemble"], (0, 1, 2), (), (), num_wanted=6)
     assert (scored.label, scored.count) == ("Deep Ensembles (3 of 6 networks)", "3 of 6")
+    assert scored.short_label == "Deep Ensembles (3 of 6)"
     complete = Scored(METHODS["ensemble"], (0, 1, 2), (), (), num_wanted=3)
     assert (complete.label, complete.count) == ("Deep Ensembles", "3")
     one = Scored(METHODS["sbn"], (0, 1, 2), (), (), num_wanted=6)

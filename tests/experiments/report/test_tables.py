@@ -55,6 +55,11 @@ def test_intervals_without_zero_are_bold():
         ["Last layer − Deep Ensembles", "-0.5000 (-0.6000 to -0.4000)", "+1.00 (-1.00 to +3.00)"],
     ]
     assert grid.bold == {(0, 1)}
+    assert grid.transposed() == Grid(
+        ["Difference (95 % interval)", "Last layer − Deep Ensembles"],
+        [["NLL", "-0.5000 (-0.6000 to -0.4000)"], ["ECE, %", "+1.00 (-1.00 to +3.00)"]],
+        frozenset({(0, 1)}),
+    )
     assert differences_table([], {}).rows == []
 
 

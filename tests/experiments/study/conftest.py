@@ -19,7 +19,7 @@ from stochbn.experiments.study.results import Results
 from stochbn.experiments.training import train as training
 from stochbn.experiments.training.recipes import RECIPES, Experiment
 
-PLAIN = replace(RECIPES["digits"], name="tiny", epochs=4, width=0.1)
+PLAIN = replace(RECIPES["digits"], name="tiny", epochs=5, width=0.1)
 DROPOUT = replace(PLAIN, name="tiny-dropout", dropout=0.2)
 TINY = Experiment("tiny", PLAIN, 3, DROPOUT, 1)
 SIZES = Sizes(num_samples=6, num_compared=2, num_other=60, num_corrupted=5, num_exact=15, num_resamples=20)
@@ -27,7 +27,7 @@ SIZES = Sizes(num_samples=6, num_compared=2, num_other=60, num_corrupted=5, num_
 
 def load_little(data: str, part: Part, **options: Any) -> Split:
     split = load_split(data, part, **options)
-    return split[choose_rows(split, {"train": 320, "validation": 80, "test": 80, "out-of-domain": 70}[part])]
+    return split[choose_rows(split, {"train": 256, "validation": 80, "test": 80, "out-of-domain": 70}[part])]
 
 
 def use_little(patch: pytest.MonkeyPatch, folder: Path) -> None:

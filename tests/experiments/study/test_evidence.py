@@ -27,7 +27,7 @@ def test_the_first_draws(study: Study, files: dict[Task, File], results: Results
         members = [file.tensors["test"] for task, file in files.items() if task.method.key == key]
         kept = len(members[0])
         rows = results.first_draws[key]
-        assert [row.num_samples for row in rows] == [4, 8, 16, kept]
+        assert [row.num_samples for row in rows] == [4, 8, kept]
         assert rows[-1].scores["nll"] == pytest.approx(results.methods[key].plain.scores["nll"].value)
         first = [np.exp(member[:4].double().numpy()).mean(0) for member in members]
         losses = [-np.log(probs[np.arange(len(labels)), labels]).mean() for probs in first]

@@ -14,7 +14,7 @@ def test_every_table_is_in_the_text(results: Results) -> None:
     assert "Last layer, tuned − Deep Ensembles |" in text
     assert "Last layer, tuned − One network + temperature |" in text
     assert "`stochbn study tiny --samples 6`" in text
-    assert "20 real mini-batches in the last BatchNorm layer" in text
+    assert "16 real mini-batches in the last BatchNorm layer" in text
 
 
 def test_every_row_has_all_columns(results: Results) -> None:

@@ -41,6 +41,11 @@ def choose_temperature(probs: Tensor, labels: Tensor) -> float:
     return float(1 / found.x)
 
 
+def is_end(temperature: float) -> bool:
+    """Returns whether a chosen temperature is one of the limits, so that a better one may lie beyond it."""
+    return any(math.isclose(temperature, limit, rel_tol=1e-3) for limit in TEMPERATURES)
+
+
 def temper(probs: Tensor, temperature: float) -> Tensor:
     """Returns p^(1/T), normalised: what a softmax gives of logits that are divided by T."""
     return (probs.log() / temperature).softmax(1)

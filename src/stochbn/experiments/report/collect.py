@@ -9,8 +9,8 @@ from torch import Tensor
 from stochbn.experiments.data.sources import DataError
 from stochbn.experiments.files import PARTS, File, average, unpack
 from stochbn.experiments.methods import METHODS, SPREADS, Method
-from stochbn.experiments.report.choose import Network, choose_spread, temper_network
-from stochbn.experiments.report.scores import Output, Results, Scored, log_loss
+from stochbn.experiments.report.choose import Network, choose_spread, is_end, temper_network
+from stochbn.experiments.report.scores import Chosen, Output, Results, Scored, log_loss
 from stochbn.experiments.training.recipes import EXPERIMENTS
 
 Networks = dict[int, Network]  # by seed
@@ -100,29 +100,31 @@ def _read_networks(files: Sequence[File], parts: Sequence[str]) -> dict[str, Net
     return found
 
 
-def _choose(networks: dict[str, Networks], labels: Tensor) -> dict[str, tuple[float, ...]]:
+def _choose(networks: dict[str, Networks], labels: Tensor) -> dict[str, Chosen]:
     """Adds what validation data choose to the networks, spreads where one is not the fitted one; returns the values."""
     chosen = {}
     for key, tuned in _SPREAD:
         by_spread = {spread: networks.get(METHODS[key].at(spread).key, {}) for spread in SPREADS}
-        picked = {}
+        picked, has_end = {}, False
         for seed in by_spread[1.0]:
             tried = {spread: found[seed] for spread, found in by_spread.items() if seed in found}
             losses = {spread: log_loss(network["validation"][0], labels) for spread, network in tried.items()}
             picked[seed] = choose_spread(losses)
+            has_end = has_end or picked[seed] in (min(tried), max(tried))
         if any(spread != 1 for spread in picked.values()):
             networks[tuned] = {seed: by_spread[spread][seed] for seed, spread in picked.items()}
-            chosen[tuned] = tuple(picked.values())
+            chosen[tuned] = Chosen(tuple(picked.values()), has_end)
     if "plain" in networks:
         pairs = {seed: temper_network(network, labels) for seed, network in networks["plain"].items()}
         tempered = METHODS["plain"].tempered().key
         networks[tempered] = {seed: network for seed, (network, _) in pairs.items()}
-        chosen[tempered] = tuple(temperature for _, temperature in pairs.values())
+        temperatures = tuple(temperature for _, temperature in pairs.values())
+        chosen[tempered] = Chosen(temperatures, any(map(is_end, temperatures)))
     return chosen
 
 
 def _list_rows(
-    method: Method, networks: dict[str, Networks], chosen: dict[str, tuple[float, ...]], validation: Tensor | None
+    method: Method, networks: dict[str, Networks], chosen: dict[str, Chosen], validation: Tensor | None
 ) -> Iterator[Scored]:
     """Yields a method with its networks or ensemble, and with a temperature where it has one; nothing without files."""
     if method.members is None:
@@ -131,7 +133,7 @@ def _list_rows(
                 drawn = method.drawing.family is not None or method.drawing.dropout
                 outputs = tuple(_to_output(network, several=drawn) for network in networks[one.key].values())
                 words = f"{len(outputs)} seeds"
-                yield Scored(one, tuple(networks[one.key]), outputs, outputs, words, chosen=chosen.get(one.key, ()))
+                yield Scored(one, tuple(networks[one.key]), outputs, outputs, words, chosen=chosen.get(one.key))
         return
     members = networks.get(method.members, {})
     if len(members) < 2:
@@ -144,7 +146,7 @@ def _list_rows(
     if method.key == "ensemble" and validation is not None:
         tempered = [temper_network(ensemble, validation) for ensemble in ensembles]
         found = _score_ensemble(method.tempered(), tuple(members), [network for network, _ in tempered], several=False)
-        yield replace(found, chosen=(tempered[0][1],))
+        yield replace(found, chosen=Chosen((tempered[0][1],), is_end(tempered[0][1])))
 
 
 def _score_ensemble(

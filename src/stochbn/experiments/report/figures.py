@@ -84,7 +84,7 @@ def draw_ecdf(results: Results, part: str) -> Figure:
     known = part == "test"
     thresholds = np.geomspace(1e-6, highest, _NUM_POINTS) if known else np.linspace(0, highest, _NUM_POINTS)
     for scored in select_curves(results):
-        axes.plot(thresholds, ecdf(scored.pooled_entropy(part), thresholds), **line(scored.method, scored.label))
+        axes.plot(thresholds, ecdf(scored.pooled_entropy(part), thresholds), **line(scored.method, scored.short_label))
     if known:
         axes.set_xscale("log")
     axes.set(
@@ -115,7 +115,7 @@ def draw_reliability(results: Results) -> Figure:
         for scored in members:
             confidence, accuracy, share, count = bin_confidence(scored, results)
             enough = count >= _MIN_IN_BIN
-            look = line(scored.method, scored.label)
+            look = line(scored.method, scored.short_label)
             upper.plot(confidence[enough], accuracy[enough], marker="o", **look)
             lower.stairs(np.maximum(share, 1e-9), edges, **look)
         upper.set(title=title, xlim=(0, 1.02), ylim=(0, 1.02))
@@ -159,7 +159,7 @@ def draw_rejection(results: Results) -> Figure:
     worst = min(curve[0] for _, curve in curves)
     num = len(results.labels)
     for scored, curve in curves:
-        axes.plot(100 * np.arange(num) / num, 100 * curve, **line(scored.method, scored.label))
+        axes.plot(100 * np.arange(num) / num, 100 * curve, **line(scored.method, scored.short_label))
     axes.set(
         xlim=(0, min(50, max(2, 1000 * (1 - worst)))),
         ylim=(None, 100 + 2 * (1 - worst)),
@@ -191,7 +191,8 @@ def draw_training(files: list[File]) -> Figure:
             if values:
                 epochs = range(1, len(values) + 1)
                 axes.plot(epochs, values, style, color=METHODS[method].colour, linewidth=0.9, label=label)
-    axes.set(yscale="log", xlabel="Epoch", ylabel="Validation NLL, nats")
+    has_training = any(file.header.get("train_loss") for file in files)
+    axes.set(yscale="log", xlabel="Epoch", ylabel=f"{'' if has_training else 'Validation '}NLL, nats")
     axes.xaxis.set_major_locator(MaxNLocator(integer=True, steps=[1, 2, 5, 10]))
     axes.yaxis.set_major_formatter("{x:g}")
     axes.yaxis.set_minor_formatter("{x:g}")
@@ -224,9 +225,11 @@ def _add_legend(figure: Figure, *axes: Axes) -> None:
     """Adds one legend for all axes, above them, in as many columns as fit."""
     handles = {label: handle for ax in axes for handle, label in zip(*ax.get_legend_handles_labels(), strict=True)}
     columns = min(3, math.ceil(len(handles) / 2)) if len(handles) > 2 else len(handles)
-    while columns > 1:  # a line of 0.5 inches, and letters of 0.062 at 8 points
+    while columns > 1:  # a line of 0.45 inches, and letters of 0.058 at 8 points
         parts = np.array_split(list(handles), columns)
-        if sum(0.5 + 0.062 * max(map(len, part)) for part in parts) <= figure.get_figwidth():
+        if sum(0.45 + 0.058 * max(map(len, part)) for part in parts) <= figure.get_figwidth():
             break
         columns -= 1
+    more_rows = math.ceil(len(handles) / max(columns, 1)) - 2
+    figure.set_figheight(figure.get_figheight() + 0.16 * max(0, more_rows))  # two are in the figure's own height
     figure.legend(list(handles.values()), list(handles), loc="outside upper center", ncols=columns)

@@ -4,7 +4,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from stochbn.experiments.files import File
-from stochbn.experiments.report.scores import Results, Scored
+from stochbn.experiments.report.scores import Chosen, Results, Scored
 from stochbn.experiments.training.recipes import EXPERIMENTS
 
 _NAMES = {
@@ -68,14 +68,9 @@ def describe_notes(results: Results, *, has_paper: bool) -> list[str]:
         notes.append(_describe_ensemble(methods["ensemble"]))
     else:
         notes.append("Deep Ensembles need at least two networks without dropout; there are fewer.")
-    if any(scored.method.drawing.tuned and not scored.chosen for scored in methods.values()):
+    if "tuned" in methods or "dropout+tuned" in methods:
         notes.append("Tuned SBN: its spread was chosen for each network by the NLL on validation data.")
-    notes += [
-        f"{scored.label}: {'spreads' if scored.method.drawing.tuned else 'temperatures'} chosen on validation data, "
-        f"{', '.join(f'{value:.2f}' for value in scored.chosen)}."
-        for scored in methods.values()
-        if scored.chosen
-    ]
+    notes += [_describe_choice(scored, scored.chosen) for scored in methods.values() if scored.chosen]
     if has_paper:
         notes.append(
             "“Within ±” compares with the paper's ±, and half a unit of its last digit for rounding. The paper prints "
@@ -116,6 +111,13 @@ def _describe_ensemble(ensemble: Scored) -> str:
             "so this ± understates how ensembles trained apart differ"
         )
     return note + "."
+
+
+def _describe_choice(scored: Scored, chosen: Chosen) -> str:
+    what = "spreads" if scored.method.drawing.tuned else "temperatures"
+    values = ", ".join(f"{value:.2f}" for value in chosen.values)
+    end = " The end of what was tried is among them: a better one may lie beyond." if chosen.has_end else ""
+    return f"{scored.label}: {what} chosen on validation data, {values}.{end}"
 
 
 def _describe_missing(results: Results) -> list[str]:

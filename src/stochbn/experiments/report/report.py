@@ -87,7 +87,7 @@ def write_report(folder: Path, *, console: Console | None = None) -> Path:
         "first": table_1(results, scores, papers),
         "second": table_2(results, scores),
         "claims": claims_table(claims),
-        "differences": differences_table(differences, labels),
+        "differences": differences_table(differences, labels).transposed() if differences else Grid([], []),
         "exact": replace(table_2(exact, exact_scores), bold=frozenset()) if exact else Grid([], []),
         "training": training_table(files, results),
     }
@@ -211,7 +211,7 @@ def _describe_methods(results: Results, scores: Scores, papers: Papers) -> dict[
             "label": scored.label,
             "seeds": scored.seeds,
             "std_over": scored.std_over if len(scored.replicas) > 1 else None,
-            **({"chosen": scored.chosen} if scored.chosen else {}),
+            **({"chosen": scored.chosen.values} if scored.chosen else {}),
             "scores": {name: asdict(found) for name, found in scores[key].items()},
             "paper": {name: asdict(found) for name, found in papers.get(key, {}).items()},
         }

@@ -93,6 +93,14 @@ class Output:
         return np.maximum(self.entropy - _numpy(self.expected_entropy), 0)
 
 
+@dataclass(frozen=True)
+class Chosen:
+    """What validation data chose for each network, and whether one of them is the end of what was tried."""
+
+    values: tuple[float, ...]
+    has_end: bool
+
+
 @dataclass(frozen=True, eq=False)
 class Scored:
     """A method and its predictions, which the scores are of.
@@ -104,7 +112,7 @@ class Scored:
         replicas: What the ± is the standard deviation over.
         std_over: That, in words; empty where there is no ±.
         num_wanted: How many networks the experiment has; 0 where that is not known.
-        chosen: The temperature or spread that validation data chose for each network, or for the ensemble.
+        chosen: The temperatures or spreads that validation data chose for its networks, or for the ensemble.
     """
 
     method: Method
@@ -113,13 +121,21 @@ class Scored:
     replicas: tuple[dict[str, Output], ...]
     std_over: str = ""
     num_wanted: int = 0
-    chosen: tuple[float, ...] = ()
+    chosen: Chosen | None = None
 
     @property
     def label(self) -> str:
-        """Its name in tables and figures, where an ensemble of fewer networks than planned says so."""
-        partial = self.method.group == "ensemble" and len(self.seeds) < self.num_wanted
-        return self.method.label + (f" ({self.count} networks)" if partial else "")
+        """Its name in tables, where an ensemble of fewer networks than planned says so."""
+        return self.method.label + (f" ({self.count} networks)" if self._is_partial else "")
+
+    @property
+    def short_label(self) -> str:
+        """The same in figures."""
+        return self.method.label + (f" ({self.count})" if self._is_partial else "")
+
+    @property
+    def _is_partial(self) -> bool:
+        return self.method.members is not None and len(self.seeds) < self.num_wanted
 
     @property
     def count(self) -> str:

@@ -46,6 +46,11 @@ class Grid:
     rows: list[list[str]]
     bold: frozenset[tuple[int, int]] = frozenset()
 
+    def transposed(self) -> "Grid":
+        """Returns the same table with rows as columns."""
+        (*header,), *rows = zip(self.header, *self.rows, strict=True)
+        return Grid(header, [list(row) for row in rows], frozenset((j - 1, i + 1) for i, j in self.bold))
+
 
 def table_1(results: Results, scores: Scores, papers: Papers) -> Grid:
     """Lays out the paper's Table 1 and its median out-of-domain entropies, a row for each method: ours, then theirs."""

@@ -60,7 +60,7 @@ def measure_limits(files: Mapping[Task, File], labels: Tensor, num_networks: int
     """Finds what the best spread and temperature, chosen on the test labels themselves, would have given.
 
     That is no result, but the end of what choosing one spread and one temperature for a network can do with S draws,
-    between the smallest and the largest spread that were tried; a parabola goes through the best and its neighbours.
+    between the smallest and the largest that were tried; a parabola goes through the best and its neighbours.
     `nll` is with the best spread, `nll_temperature` with the best of both, `nll_temperature_only` at the fitted spread;
     each the mean over networks of the lowest NLL of each. `auroc` is the highest of the spreads that were tried.
     """
@@ -85,10 +85,11 @@ def _find_limit(drawn: Mapping[float, Draws], labels: Tensor) -> Limit:
     }
     lowest = {t: find_minimum([(spread, curve[t]) for spread, curve in losses.items()])[1] for t in TEMPERATURES}
     entropies = [[draws.average(part).entropy for part in PARTS] for draws in drawn.values()]
+    temperature_only = find_minimum(list(losses[1.0].items()))[1]
     return Limit(
         nll=lowest[1.0],
-        nll_temperature_only=min(losses[1.0].values()),
-        nll_temperature=min(lowest.values()),
+        nll_temperature_only=temperature_only,
+        nll_temperature=min(temperature_only, find_minimum(list(lowest.items()))[1]),
         auroc=max(detect(*pair)["auroc"] for pair in entropies),
         num_networks=1,
     )
