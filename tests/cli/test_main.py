@@ -238,6 +238,8 @@ def test_ctrl_c_has_its_own_code(run, monkeypatch):
 
 @pytest.mark.parametrize("package", ["typer", "rich.console"])
 def test_without_the_extra_it_says_what_to_install(monkeypatch, capsys, package):
+    for module in [name for name in sys.modules if name.startswith("stochbn.cli.")]:
+        monkeypatch.delitem(sys.modules, module)
     monkeypatch.setitem(sys.modules, package, None)
     with pytest.raises(SystemExit, match="2"):
         runpy.run_path(cli.__file__)

@@ -1,34 +1,107 @@
-"""SBN for a network of your own, from files: a factory, its checkpoint and data → statistics or predictions.
+"""The commands for a network of your own: `fit`, `tune` and `predict`, from files to files."""
 
-The factory is named as `package.module:factory`, with the current directory importable.
-"""
-
-import importlib
 import io
-import operator
-import os
 import sys
 import warnings
-import zipfile
 from collections.abc import Iterator, Mapping
 from pathlib import Path
-from typing import Any, cast
+from typing import Annotated, Any
 
 import numpy as np
-import safetensors.torch
 import torch
+import typer
 from rich.console import Console
 from rich.table import Table
 from torch import Tensor, nn
-from torch.utils.data import DataLoader, Dataset, IterableDataset, RandomSampler, TensorDataset
+from torch.utils.data import DataLoader, RandomSampler
 from tqdm import tqdm
 
 import stochbn
-from stochbn.experiments.data.sources import DataError, write_atomically
-from stochbn.experiments.training.checkpoints import CheckpointError
-from stochbn.statistics.batches import listing
+from stochbn.cli.console import console, say
+from stochbn.cli.loading import load_data, load_model
+from stochbn.cli.options import BatchSize, Device, Dropout, Factory, Inputs, Layers, Link, NumBatches, Samples, Weights
+from stochbn.experiments.data.sources import write_atomically
 
-_DATA_SUFFIXES = (".npz", ".npy", ".safetensors")
+
+def fit(
+    factory: Factory,
+    checkpoint: Weights,
+    data: Inputs,
+    out: Annotated[Path, typer.Option(help="File to write, such as net.sbn.safetensors.")],
+    batch_size: BatchSize = None,
+    num_batches: NumBatches = None,
+    layers: Layers = None,
+    dropout: Dropout = False,
+    family: Annotated[str, typer.Option(help="factorized, as in the paper, lowrank, or empirical.")] = "factorized",
+    size: Annotated[int | None, typer.Option(min=1, help="Factors of lowrank, mini-batches of empirical.")] = None,
+    conditioned: Annotated[bool, typer.Option("--conditioned", help="Count inputs into their mini-batch.")] = False,
+    device: Device = "cpu",
+) -> None:
+    """Fits the distribution of your network's batch statistics, in one pass over its training data.
+
+    FACTORY names what builds the network without arguments; the current directory is importable. Data are
+    preprocessed as in training: an array `x` in a file, or a factory of a Dataset, a DataLoader or a tensor.
+
+    Example: `stochbn fit nets:build --checkpoint model.pt --data train.npz --batch-size 32 --out net.sbn.safetensors`
+    """
+    prepare_out(out, checkpoint, data)
+    model = load_model(factory, checkpoint, device, console)
+    options: dict[str, Any] = {"num_batches": num_batches, "layers": layers or None, "dropout": dropout}
+    options |= {"family": family, "size": size, "conditioned": conditioned}
+    fit_data(model, data, out, console, batch_size=batch_size, **options)
+
+
+def tune(
+    factory: Factory,
+    checkpoint: Weights,
+    stats: Annotated[Path, typer.Option(help="What `fit` wrote.")],
+    data: Annotated[str, typer.Option(help="Held-out inputs x and labels y; as in `fit`.")],
+    out: Annotated[Path, typer.Option(help="File to write, such as net.sbn.safetensors.")],
+    spread: Annotated[bool, typer.Option(help="Choose the spread, or leave the fitted one.")] = True,
+    temperature: Annotated[bool, typer.Option("--temperature", help="Choose a temperature too.")] = False,
+    groups: Annotated[int, typer.Option(min=1, help="Groups of layers with a spread of their own.")] = 1,
+    samples: Annotated[int, typer.Option(min=2, help="Networks drawn for each spread that is tried.")] = 8,
+    dropout: Dropout = False,
+    batch_size: Annotated[int, typer.Option(min=1, help="Inputs at a time; changes no result.")] = 128,
+    device: Device = "cpu",
+) -> None:
+    """Chooses how wide the draws are, by the NLL on labelled data that neither training nor the test has seen.
+
+    The file that it writes is used like that of `fit`: `predict --stats` takes the spread and the temperature from it.
+
+    Example: `stochbn tune nets:build --checkpoint model.pt --stats fit.sbn --data val.npz --out net.sbn.safetensors`
+    """
+    prepare_out(out, checkpoint, data, stats)
+    model = load_model(factory, checkpoint, device, console)
+    options: dict[str, Any] = {"spread": spread, "temperature": temperature, "groups": groups}
+    options |= {"num_samples": samples, "dropout": dropout}
+    tune_data(model, stats, data, out, console, batch_size=batch_size, **options)
+
+
+def predict(
+    factory: Factory,
+    checkpoint: Weights,
+    data: Inputs,
+    out: Annotated[Path, typer.Option(help="File to write: .csv, or .npz.")],
+    stats: Annotated[Path | None, typer.Option(help="What `fit` wrote; without it there is no SBN.")] = None,
+    samples: Samples = 50,
+    link: Link = "softmax",
+    dropout: Dropout = False,
+    seed: Annotated[int, typer.Option(help="Makes the draws.")] = 0,
+    batch_size: Annotated[int, typer.Option(min=1, help="Inputs at a time; changes no result.")] = 128,
+    device: Device = "cpu",
+) -> None:
+    """Predicts with networks drawn around yours, and tells how unsure each prediction is.
+
+    A row for each input: class, confidence, entropy, of that aleatoric and epistemic, and the probabilities. With
+    labels (`y` in the file, or the second of what the data set yields) error, NLL and ECE are printed too.
+
+    Example: `stochbn predict nets:build --checkpoint model.pt --stats net.sbn.safetensors --data x.npz --out pred.csv`
+    """
+    prepare_out(out, checkpoint, data, stats)
+    model = load_model(factory, checkpoint, device, console)
+    options: dict[str, Any] = {"num_samples": samples, "seed": seed, "link": link, "dropout": dropout}
+    predict_data(model, stats, data, out, console, batch_size=batch_size, **options)
 
 
 def fit_data(
@@ -38,10 +111,10 @@ def fit_data(
 
     Arrays and data sets are shuffled, by a fixed seed, and need a `batch_size`: that of training.
     """
-    loader = _load_data(data, model, batch_size, shuffle=True)
+    loader = load_data(data, model, batch_size, shuffle=True)
     stats = stochbn.fit(model, loader, batch_size=batch_size, progress=sys.stderr.isatty(), **options)
     stats.save(out)
-    _say(console, f"Fitted {stats}.\nWrote {out}")
+    say(f"Fitted {stats}.\nWrote {out}")
     return stats
 
 
@@ -49,7 +122,7 @@ def tune_data(
     model: nn.Module, stats: Path, data: str, out: Path, console: Console, *, batch_size: int, **options: Any
 ) -> stochbn.Fitted:
     """Tunes a network's statistics on held-out data with labels and saves them; options are those of `stochbn.tune`."""
-    loader = _load_data(data, model, batch_size)
+    loader = load_data(data, model, batch_size)
     tuned = stochbn.tune(model, stochbn.load(stats), loader, progress=sys.stderr.isatty(), **options)
     tuned.save(out)
     tuning = tuned.tuning
@@ -60,7 +133,7 @@ def tune_data(
     console.print(table)
     spread = tuning.spread
     told = ", ".join(f"{k:.3g}" for k in spread.values()) if isinstance(spread, Mapping) else f"{spread:.3g}"
-    _say(console, f"Chose spread {told}, temperature {tuning.temperature:.3g}.\nWrote {out}")
+    say(f"Chose spread {told}, temperature {tuning.temperature:.3g}.\nWrote {out}")
     return tuned
 
 
@@ -75,15 +148,15 @@ def predict_data(
         raise ValueError(f"Expected --out to end in .csv or .npz, got {out}.")
     distribution = stochbn.load(stats) if stats else None
     if distribution is None:
-        _say(console, "No statistics were given: this is without SBN.")
-    loader = _load_data(data, model, batch_size)
+        say("No statistics were given: this is without SBN.")
+    loader = load_data(data, model, batch_size)
     if isinstance(loader.sampler, RandomSampler):
         warnings.warn("The DataLoader shuffles: rows follow its order, not that of the data.", stacklevel=2)
     labels: list[Tensor] = []
     prediction = stochbn.predict(model, distribution, _collect(loader, labels), keep_samples=False, **options)
     targets = torch.cat(labels) if labels else None
     _write(out, _columns(prediction) | ({} if targets is None else {"label": targets}))
-    _say(console, f"Wrote {out}")
+    say(f"Wrote {out}")
     _summarise(console, prediction, targets)
     return prediction
 
@@ -93,124 +166,6 @@ def prepare_out(out: Path, *inputs: Path | str | None) -> None:
     if any(path and Path(path).resolve() == out.resolve() for path in inputs):
         raise ValueError(f"Expected --out to be a file of its own, got an input: {out}.")
     out.parent.mkdir(parents=True, exist_ok=True)
-
-
-def load_model(factory: str, checkpoint: Path, device: str, console: Console) -> nn.Module:
-    """Builds a network with the weights of a checkpoint, which must be its own to the last key."""
-    model = cast(nn.Module, _make(factory, (nn.Module,), "an nn.Module"))
-    state = _read_state(checkpoint)
-    for prefix in ("module.", "_orig_mod."):  # of DistributedDataParallel and torch.compile
-        if all(key.startswith(prefix) for key in state) and not any(k.startswith(prefix) for k in model.state_dict()):
-            state = {key.removeprefix(prefix): value for key, value in state.items()}
-            _say(console, f"Stripped the prefix {prefix!r} from the checkpoint's keys.")
-    try:
-        result = model.load_state_dict(state, strict=False)
-    except RuntimeError as error:  # sizes
-        raise CheckpointError(f"Expected weights of {factory}, got others in {checkpoint}: {error}") from error
-    faults = [("missing", result.missing_keys), ("unexpected", result.unexpected_keys)]
-    if found := "; ".join(f"{kind} {listing(keys, most=3)}" for kind, keys in faults if keys):
-        raise CheckpointError(f"Expected the keys of {factory}, got other ones in {checkpoint}: {found}.")
-    try:
-        return model.to(device)
-    except (RuntimeError, AssertionError) as error:
-        raise ValueError(f"Expected a device that torch can use, got {device!r} ({error}).") from error
-
-
-def _load_data(reference: str, model: nn.Module, batch_size: int | None, shuffle: bool = False) -> "DataLoader[Any]":
-    """Reads arrays, or calls a factory of data, and makes a loader of them; a DataLoader is taken as it is."""
-    data: Any
-    if Path(reference).suffix in _DATA_SUFFIXES:
-        data = _read_arrays(Path(reference), model)
-    elif ":" in reference:
-        data = _make(reference, (Dataset, DataLoader, Tensor), "a Dataset, a DataLoader or a tensor")
-    else:
-        raise DataError(f"Expected a file in {', '.join(_DATA_SUFFIXES)} or package.module:factory, got {reference!r}.")
-    if isinstance(data, DataLoader):
-        return data
-    if batch_size is None:
-        raise ValueError("Expected --batch-size, the mini-batch size of training, as the data come without one.")
-    data = TensorDataset(data) if isinstance(data, Tensor) else data
-    shuffle = shuffle and not isinstance(data, IterableDataset)
-    return DataLoader(data, batch_size, shuffle=shuffle, generator=torch.Generator().manual_seed(0))
-
-
-def _make(reference: str, kinds: tuple[type, ...], wanted: str) -> object:
-    made = _load_object(reference)
-    if not isinstance(made, kinds) and callable(made):
-        try:
-            made = made()
-        except Exception as error:
-            raise ValueError(f"Expected {reference}() to succeed, got {type(error).__name__}: {error}") from error
-    if not isinstance(made, kinds):
-        raise TypeError(f"Expected {reference} to be or to return {wanted}, got {type(made).__name__}.")
-    return made
-
-
-def _load_object(reference: str) -> Any:
-    """Imports `package.module:attribute`, from the current directory too.
-
-    Example:
-        >>> _load_object("math:pi")
-        3.141592653589793
-    """
-    name, _, attribute = reference.partition(":")
-    if not name or not attribute:
-        raise ValueError(f"Expected package.module:factory, got {reference!r}.")
-    if os.getcwd() not in sys.path:
-        sys.path.insert(0, os.getcwd())  # it stays: what the factory returns may import later
-    try:
-        module = importlib.import_module(name)
-    except Exception as error:
-        if isinstance(error, ModuleNotFoundError) and f"{name}.".startswith(f"{error.name}."):
-            raise ImportError(f"Expected a module {name!r}, got none in this folder or among packages.") from error
-        raise ImportError(f"Expected to import {name!r}, got {type(error).__name__}: {error}") from error
-    try:
-        return operator.attrgetter(attribute)(module)
-    except AttributeError as error:
-        raise ImportError(f"Expected {attribute!r} in {name!r}, got a module without it.") from error
-
-
-def _read_state(path: Path) -> Mapping[str, Any]:
-    if not path.is_file():
-        raise CheckpointError(f"Expected a checkpoint at {path}, got none.")
-    try:
-        if path.suffix == ".safetensors":
-            return safetensors.torch.load_file(path)
-        state = torch.load(path, map_location="cpu", weights_only=True)
-    except Exception as error:
-        kind = type(error).__name__  # torch's own message advises to load what may be harmful
-        raise CheckpointError(f"Expected a saved model.state_dict() or safetensors, got {path} ({kind}).") from error
-    for key in ("state_dict", "model"):
-        if isinstance(state, Mapping) and isinstance(state.get(key), Mapping):
-            state = state[key]
-    if not isinstance(state, Mapping) or not state or not all(isinstance(key, str) for key in state):
-        raise CheckpointError(f"Expected a state dict in {path}, got {type(state).__name__}.")
-    return state
-
-
-def _read_arrays(path: Path, model: nn.Module) -> TensorDataset:
-    if not path.is_file():
-        raise DataError(f"Expected data at {path}, got no such file.")
-    try:
-        if path.suffix == ".safetensors":
-            arrays = safetensors.torch.load_file(path)
-        else:
-            loaded = np.load(path, allow_pickle=False)
-            named = {"x": loaded} if path.suffix == ".npy" else dict(loaded)
-            arrays = {name: torch.from_numpy(array) for name, array in named.items()}
-    except (OSError, ValueError, TypeError, EOFError, zipfile.BadZipFile, safetensors.SafetensorError) as error:
-        raise DataError(f"Expected arrays of numbers in {path}, got a file that cannot be read ({error}).") from error
-    labels = arrays.pop("y", None)
-    inputs = arrays.get("x", next(iter(arrays.values())) if len(arrays) == 1 else None)
-    if inputs is None or not inputs.dim():
-        raise DataError(f"Expected an array 'x' of inputs in {path}, got {listing(arrays, most=3) or 'no arrays'}.")
-    if inputs.is_floating_point():  # numpy's are in float64 unless someone took care
-        inputs = inputs.to(next((p.dtype for p in model.parameters() if p.is_floating_point()), inputs.dtype))
-    if labels is None:
-        return TensorDataset(inputs)
-    if labels.shape[:1] != inputs.shape[:1]:
-        raise DataError(f"Expected a label 'y' for each of {len(inputs)} inputs in {path}, got {list(labels.shape)}.")
-    return TensorDataset(inputs, labels if labels.is_floating_point() else labels.long())
 
 
 def _collect(loader: "DataLoader[Any]", labels: list[Tensor]) -> Iterator[Any]:
@@ -255,12 +210,8 @@ def _summarise(console: Console, prediction: stochbn.Prediction, labels: Tensor 
     if labels is not None and prediction.link == "softmax":
         scores = {"error": stochbn.error, "NLL": stochbn.nll, "ECE": stochbn.ece}
         means += [f"{name} {score(prediction.probs.cpu(), labels):.4f}" for name, score in scores.items()]
-    _say(console, f"{len(prediction)} inputs, {prediction.num_samples} draws: {', '.join(means)}")
+    say(f"{len(prediction)} inputs, {prediction.num_samples} draws: {', '.join(means)}")
     table = Table("index", *shown, title="The most uncertain")
     for index in shown[measure].argsort(descending=True)[:5].tolist():
         table.add_row(str(index), *(f"{values[index]:.4g}" for values in shown.values()))
     console.print(table)
-
-
-def _say(console: Console, text: str) -> None:
-    console.print(text, markup=False, highlight=False, soft_wrap=True)
