@@ -15,19 +15,16 @@ from typing import Any, cast
 import numpy as np
 import safetensors.torch
 import torch
-from rich.console import Console
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, Dataset, IterableDataset, TensorDataset
 
 from stochbn.cli.console import say
-from stochbn.experiments.data.sources import DataError
-from stochbn.experiments.training.checkpoints import CheckpointError
 from stochbn.statistics.batches import listing
 
 _DATA_SUFFIXES = (".npz", ".npy", ".safetensors")
 
 
-def load_model(factory: str, checkpoint: Path, device: str, console: Console) -> nn.Module:
+def load_model(factory: str, checkpoint: Path, device: str) -> nn.Module:
     """Builds a network with the weights of a checkpoint, which must be its own to the last key."""
     model = cast(nn.Module, _make(factory, (nn.Module,), "an nn.Module"))
     state = _read_state(checkpoint)
@@ -38,10 +35,10 @@ def load_model(factory: str, checkpoint: Path, device: str, console: Console) ->
     try:
         result = model.load_state_dict(state, strict=False)
     except RuntimeError as error:  # sizes
-        raise CheckpointError(f"Expected weights of {factory}, got others in {checkpoint}: {error}") from error
+        raise ValueError(f"Expected weights of {factory}, got others in {checkpoint}: {error}") from error
     faults = [("missing", result.missing_keys), ("unexpected", result.unexpected_keys)]
     if found := "; ".join(f"{kind} {listing(keys, most=3)}" for kind, keys in faults if keys):
-        raise CheckpointError(f"Expected the keys of {factory}, got other ones in {checkpoint}: {found}.")
+        raise ValueError(f"Expected the keys of {factory}, got other ones in {checkpoint}: {found}.")
     try:
         return model.to(device)
     except (RuntimeError, AssertionError) as error:
@@ -56,7 +53,9 @@ def load_data(reference: str, model: nn.Module, batch_size: int | None, shuffle:
     elif ":" in reference:
         data = _make(reference, (Dataset, DataLoader, Tensor), "a Dataset, a DataLoader or a tensor")
     else:
-        raise DataError(f"Expected a file in {', '.join(_DATA_SUFFIXES)} or package.module:factory, got {reference!r}.")
+        raise ValueError(
+            f"Expected a file in {', '.join(_DATA_SUFFIXES)} or package.module:factory, got {reference!r}."
+        )
     if isinstance(data, DataLoader):
         return data
     if batch_size is None:
@@ -104,25 +103,25 @@ def _load_object(reference: str) -> Any:
 
 def _read_state(path: Path) -> Mapping[str, Any]:
     if not path.is_file():
-        raise CheckpointError(f"Expected a checkpoint at {path}, got none.")
+        raise ValueError(f"Expected a checkpoint at {path}, got none.")
     try:
         if path.suffix == ".safetensors":
             return safetensors.torch.load_file(path)
         state = torch.load(path, map_location="cpu", weights_only=True)
     except Exception as error:
         kind = type(error).__name__  # torch's own message advises to load what may be harmful
-        raise CheckpointError(f"Expected a saved model.state_dict() or safetensors, got {path} ({kind}).") from error
+        raise ValueError(f"Expected a saved model.state_dict() or safetensors, got {path} ({kind}).") from error
     for key in ("state_dict", "model"):
         if isinstance(state, Mapping) and isinstance(state.get(key), Mapping):
             state = state[key]
     if not isinstance(state, Mapping) or not state or not all(isinstance(key, str) for key in state):
-        raise CheckpointError(f"Expected a state dict in {path}, got {type(state).__name__}.")
+        raise ValueError(f"Expected a state dict in {path}, got {type(state).__name__}.")
     return state
 
 
 def _read_arrays(path: Path, model: nn.Module) -> TensorDataset:
     if not path.is_file():
-        raise DataError(f"Expected data at {path}, got no such file.")
+        raise ValueError(f"Expected data at {path}, got no such file.")
     try:
         if path.suffix == ".safetensors":
             arrays = safetensors.torch.load_file(path)
@@ -131,15 +130,15 @@ def _read_arrays(path: Path, model: nn.Module) -> TensorDataset:
             named = {"x": loaded} if path.suffix == ".npy" else dict(loaded)
             arrays = {name: torch.from_numpy(array) for name, array in named.items()}
     except (OSError, ValueError, TypeError, EOFError, zipfile.BadZipFile, safetensors.SafetensorError) as error:
-        raise DataError(f"Expected arrays of numbers in {path}, got a file that cannot be read ({error}).") from error
+        raise ValueError(f"Expected arrays of numbers in {path}, got a file that cannot be read ({error}).") from error
     labels = arrays.pop("y", None)
     inputs = arrays.get("x", next(iter(arrays.values())) if len(arrays) == 1 else None)
     if inputs is None or not inputs.dim():
-        raise DataError(f"Expected an array 'x' of inputs in {path}, got {listing(arrays, most=3) or 'no arrays'}.")
+        raise ValueError(f"Expected an array 'x' of inputs in {path}, got {listing(arrays, most=3) or 'no arrays'}.")
     if inputs.is_floating_point():  # numpy's are in float64 unless someone took care
         inputs = inputs.to(next((p.dtype for p in model.parameters() if p.is_floating_point()), inputs.dtype))
     if labels is None:
         return TensorDataset(inputs)
     if labels.shape[:1] != inputs.shape[:1]:
-        raise DataError(f"Expected a label 'y' for each of {len(inputs)} inputs in {path}, got {list(labels.shape)}.")
+        raise ValueError(f"Expected a label 'y' for each of {len(inputs)} inputs in {path}, got {list(labels.shape)}.")
     return TensorDataset(inputs, labels if labels.is_floating_point() else labels.long())

@@ -1,51 +1,53 @@
-"""The `stochbn` command: runs one of the commands and reports what went wrong in one line."""
+"""Runs a command, and reports in one line what went wrong."""
 
 import sys
 import time
 import warnings
 from collections.abc import Sequence
 
-INSTALL = "Install with pip install 'stochbn[experiments]'."
-EXTRA = {"PIL", "jinja2", "matplotlib", "numpy", "pooch", "rich", "scipy", "sklearn", "typer"}
-
-try:
-    import typer
-
-    from stochbn.cli.commands import app
-    from stochbn.cli.console import say
-except ModuleNotFoundError as missing:
-    print(f"Error: {missing}. {INSTALL}", file=sys.stderr)
-    raise SystemExit(2) from missing
+EXTRAS = {
+    "cli": ("numpy", "rich", "typer"),
+    "experiments": ("PIL", "jinja2", "matplotlib", "pooch", "scipy", "sklearn"),
+}
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
-    """Runs the command and exits: 0, or 2 after an error and 130 after Ctrl-C, either with one line on stderr."""
+    """Runs a command and exits: 0, or 2 after an error and 130 after Ctrl-C, either with one line on stderr."""
     given = list(sys.argv[1:] if arguments is None else arguments)
     debug = "--debug" in given  # anywhere in the line, as one adds it to the end after an error
     given = [argument for argument in given if argument != "--debug"] or ["--help"]
     start = time.perf_counter()
+    code = 0
     try:
         with warnings.catch_warnings():
             warnings.showwarning = lambda message, *_, **__: print(f"Warning: {message}", file=sys.stderr)
-            code = typer.main.get_command(app).main(given, prog_name="stochbn", standalone_mode=False)
-    except typer.Abort:
+            from stochbn.cli.commands import run  # only here, so that a missing extra is an error like any other
+
+            run(given)
+    except KeyboardInterrupt:
         code = 130
+        resumes = given[0] in ("demo", "train", "evaluate", "reproduce", "study")
+        print("Interrupted; run the same command to resume." if resumes else "Interrupted.", file=sys.stderr)
     except Exception as error:
         if debug:
             raise
-        print(f"Error: {_explain(error)}", file=sys.stderr)
         code = 2
-    minutes, seconds = divmod(round(time.perf_counter() - start), 60)
-    if code == 130:
-        resumes = given[0] in ("demo", "train", "evaluate", "reproduce", "study")
-        print("Interrupted; run the same command to resume." if resumes else "Interrupted.", file=sys.stderr)
-    elif not code and not {"data", "--help", "--version"} & set(given):
-        say(f"Done in {minutes} min {seconds} s.")
-    sys.exit(code or 0)
+        print(f"Error: {explain(error)}", file=sys.stderr)
+    if not code and given[0] != "data" and not {"--help", "--version"} & set(given):
+        minutes, seconds = divmod(round(time.perf_counter() - start), 60)
+        print(f"Done in {minutes} min {seconds} s.")
+    sys.exit(code)
 
 
-def _explain(error: Exception) -> str:
-    """Puts an error on one line. Only one that nobody foresaw is given with its type."""
+def explain(error: Exception) -> str:
+    """Puts an error on one line, with its type only if nobody foresaw it.
+
+    Example:
+        >>> explain(ModuleNotFoundError("No module named 'pooch'", name="pooch"))
+        "No module named 'pooch'. Install with pip install 'stochbn[experiments]'."
+        >>> explain(KeyError("fc"))
+        "KeyError: 'fc' (--debug shows the traceback)"
+    """
     # The command-line parser's errors are known by this method; their class has moved between versions of typer.
     text = " ".join(str(getattr(error, "format_message", lambda: error)()).split())
     text, _, of_the_library = text.partition(" Pass call= ")  # advice that has no option here
@@ -54,12 +56,11 @@ def _explain(error: Exception) -> str:
     text, _, of_the_library = text.partition(" Pass target=")
     if of_the_library:
         text += " Give the data labels: y in the file, or the second of what the data set yields."
-    if isinstance(error, ImportError) and error.name in EXTRA:
-        return f"{text}. {INSTALL}"
+    if isinstance(error, ImportError) and error.name:
+        package = error.name.partition(".")[0]
+        for extra, packages in EXTRAS.items():
+            if package in packages:
+                return f"{text}. Install with pip install 'stochbn[{extra}]'."
     foreseen = isinstance(error, (ValueError, TypeError, OSError, ImportError)) or hasattr(error, "format_message")
     ours = type(error).__module__.startswith("stochbn.")
     return text if foreseen or ours else f"{type(error).__name__}: {text} (--debug shows the traceback)"
-
-
-if __name__ == "__main__":
-    main()

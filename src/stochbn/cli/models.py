@@ -10,119 +10,93 @@ from typing import Annotated, Any
 import numpy as np
 import torch
 import typer
-from rich.console import Console
 from rich.table import Table
-from torch import Tensor, nn
+from torch import Tensor
 from torch.utils.data import DataLoader, RandomSampler
 from tqdm import tqdm
 
 import stochbn
 from stochbn.cli.console import console, say
 from stochbn.cli.loading import load_data, load_model
-from stochbn.cli.options import BatchSize, Device, Dropout, Factory, Inputs, Layers, Link, NumBatches, Samples, Weights
-from stochbn.experiments.data.sources import write_atomically
+from stochbn.cli.options import Data, Device, Dropout, Factory, InputsAtOnce, Samples, StatsOut, Threads, Weights
+from stochbn.distributions.files import write_atomically
 
 
 def fit(
     factory: Factory,
     checkpoint: Weights,
-    data: Inputs,
-    out: Annotated[Path, typer.Option(help="File to write, such as net.sbn.safetensors.")],
-    batch_size: BatchSize = None,
-    num_batches: NumBatches = None,
-    layers: Layers = None,
-    dropout: Dropout = False,
+    data: Data,
+    out: StatsOut,
+    batch_size: Annotated[
+        int | None, typer.Option(metavar="N", min=2, help="That of training. A DataLoader has its own.")
+    ] = None,
+    num_batches: Annotated[
+        int | None, typer.Option(metavar="N", min=2, help="Use only that many mini-batches.")
+    ] = None,
+    layers: Annotated[
+        list[str] | None, typer.Option(help="BatchNorm layers to draw, as 'layer4.*'; repeatable. By default all.")
+    ] = None,
     family: Annotated[str, typer.Option(help="factorized, as in the paper, lowrank, or empirical.")] = "factorized",
-    size: Annotated[int | None, typer.Option(min=1, help="Factors of lowrank, mini-batches of empirical.")] = None,
+    size: Annotated[
+        int | None, typer.Option(metavar="N", min=1, help="Factors of lowrank, mini-batches of empirical.")
+    ] = None,
     conditioned: Annotated[bool, typer.Option("--conditioned", help="Count inputs into their mini-batch.")] = False,
+    dropout: Dropout = False,
     device: Device = "cpu",
+    threads: Threads = None,
 ) -> None:
-    """Fits the distribution of your network's batch statistics, in one pass over its training data.
+    """Fits the distribution of your network's batch statistics.
 
-    FACTORY names what builds the network without arguments; the current directory is importable. Data are
-    preprocessed as in training: an array `x` in a file, or a factory of a Dataset, a DataLoader or a tensor.
+    That takes one pass over the training data, and changes nothing in the network. FACTORY names what builds the
+    network, without arguments; the current directory is importable. Data are preprocessed as in training: an array `x`
+    in a file, or a factory of a Dataset, a DataLoader or a tensor.
 
-    Example: `stochbn fit nets:build --checkpoint model.pt --data train.npz --batch-size 32 --out net.sbn.safetensors`
+    Needs: the network's code, its weights, training data, and the mini-batch size of training.
+
+    Next: `stochbn tune` if you have held-out labels, or else `stochbn predict`.
+
+    Example: `stochbn fit nets:build --checkpoint net.pt --data train.npz --batch-size 32 --out net.sbn.safetensors`
     """
-    prepare_out(out, checkpoint, data)
-    model = load_model(factory, checkpoint, device, console)
-    options: dict[str, Any] = {"num_batches": num_batches, "layers": layers or None, "dropout": dropout}
-    options |= {"family": family, "size": size, "conditioned": conditioned}
-    fit_data(model, data, out, console, batch_size=batch_size, **options)
+    _prepare_out(out, checkpoint, data)
+    model = load_model(factory, checkpoint, device)
+    loader = load_data(data, model, batch_size, shuffle=True)
+    options: dict[str, Any] = {"batch_size": batch_size, "num_batches": num_batches, "layers": layers or None}
+    options |= {"family": family, "size": size, "conditioned": conditioned, "dropout": dropout}
+    stats = stochbn.fit(model, loader, progress=sys.stderr.isatty(), **options)
+    stats.save(out)
+    say(f"Fitted {stats}.\nWrote {out}")
 
 
 def tune(
     factory: Factory,
     checkpoint: Weights,
-    stats: Annotated[Path, typer.Option(help="What `fit` wrote.")],
-    data: Annotated[str, typer.Option(help="Held-out inputs x and labels y; as in `fit`.")],
-    out: Annotated[Path, typer.Option(help="File to write, such as net.sbn.safetensors.")],
+    stats: Annotated[Path, typer.Option(help="What fit wrote.")],
+    data: Annotated[str, typer.Option(help="Held-out inputs x with labels y, in the same forms as for fit.")],
+    out: StatsOut,
     spread: Annotated[bool, typer.Option(help="Choose the spread, or leave the fitted one.")] = True,
     temperature: Annotated[bool, typer.Option("--temperature", help="Choose a temperature too.")] = False,
-    groups: Annotated[int, typer.Option(min=1, help="Groups of layers with a spread of their own.")] = 1,
-    samples: Annotated[int, typer.Option(min=2, help="Networks drawn for each spread that is tried.")] = 8,
+    groups: Annotated[int, typer.Option(metavar="N", min=1, help="Groups of layers with a spread of their own.")] = 1,
+    samples: Annotated[int, typer.Option(metavar="N", min=2, help="Networks drawn for each spread that is tried.")] = 8,
+    batch_size: InputsAtOnce = 128,
     dropout: Dropout = False,
-    batch_size: Annotated[int, typer.Option(min=1, help="Inputs at a time; changes no result.")] = 128,
     device: Device = "cpu",
+    threads: Threads = None,
 ) -> None:
-    """Chooses how wide the draws are, by the NLL on labelled data that neither training nor the test has seen.
+    """Chooses how wide the draws are, by the NLL on held-out data.
 
-    The file that it writes is used like that of `fit`: `predict --stats` takes the spread and the temperature from it.
+    The file that it writes takes the place of the one from `fit`: `predict` finds the spread and the temperature in it.
 
-    Example: `stochbn tune nets:build --checkpoint model.pt --stats fit.sbn --data val.npz --out net.sbn.safetensors`
-    """
-    prepare_out(out, checkpoint, data, stats)
-    model = load_model(factory, checkpoint, device, console)
+    Needs: what `stochbn fit` wrote, and labelled data seen neither in training nor in the test.
+
+    Next: `stochbn predict --stats` with the new file.
+
+    Example: `stochbn tune nets:build --checkpoint net.pt --stats net.sbn.safetensors --data val.npz --out tuned.sbn.safetensors`
+    """  # noqa: E501
+    _prepare_out(out, checkpoint, data, stats)
+    model = load_model(factory, checkpoint, device)
+    loader = load_data(data, model, batch_size)
     options: dict[str, Any] = {"spread": spread, "temperature": temperature, "groups": groups}
     options |= {"num_samples": samples, "dropout": dropout}
-    tune_data(model, stats, data, out, console, batch_size=batch_size, **options)
-
-
-def predict(
-    factory: Factory,
-    checkpoint: Weights,
-    data: Inputs,
-    out: Annotated[Path, typer.Option(help="File to write: .csv, or .npz.")],
-    stats: Annotated[Path | None, typer.Option(help="What `fit` wrote; without it there is no SBN.")] = None,
-    samples: Samples = 50,
-    link: Link = "softmax",
-    dropout: Dropout = False,
-    seed: Annotated[int, typer.Option(help="Makes the draws.")] = 0,
-    batch_size: Annotated[int, typer.Option(min=1, help="Inputs at a time; changes no result.")] = 128,
-    device: Device = "cpu",
-) -> None:
-    """Predicts with networks drawn around yours, and tells how unsure each prediction is.
-
-    A row for each input: class, confidence, entropy, of that aleatoric and epistemic, and the probabilities. With
-    labels (`y` in the file, or the second of what the data set yields) error, NLL and ECE are printed too.
-
-    Example: `stochbn predict nets:build --checkpoint model.pt --stats net.sbn.safetensors --data x.npz --out pred.csv`
-    """
-    prepare_out(out, checkpoint, data, stats)
-    model = load_model(factory, checkpoint, device, console)
-    options: dict[str, Any] = {"num_samples": samples, "seed": seed, "link": link, "dropout": dropout}
-    predict_data(model, stats, data, out, console, batch_size=batch_size, **options)
-
-
-def fit_data(
-    model: nn.Module, data: str, out: Path, console: Console, *, batch_size: int | None, **options: Any
-) -> stochbn.Fitted:
-    """Fits a network's statistics to training data and saves them; further options are those of `stochbn.fit`.
-
-    Arrays and data sets are shuffled, by a fixed seed, and need a `batch_size`: that of training.
-    """
-    loader = load_data(data, model, batch_size, shuffle=True)
-    stats = stochbn.fit(model, loader, batch_size=batch_size, progress=sys.stderr.isatty(), **options)
-    stats.save(out)
-    say(f"Fitted {stats}.\nWrote {out}")
-    return stats
-
-
-def tune_data(
-    model: nn.Module, stats: Path, data: str, out: Path, console: Console, *, batch_size: int, **options: Any
-) -> stochbn.Fitted:
-    """Tunes a network's statistics on held-out data with labels and saves them; options are those of `stochbn.tune`."""
-    loader = load_data(data, model, batch_size)
     tuned = stochbn.tune(model, stochbn.load(stats), loader, progress=sys.stderr.isatty(), **options)
     tuned.save(out)
     tuning = tuned.tuning
@@ -131,37 +105,59 @@ def tune_data(
     for row in tuning.curve:
         table.add_row(*(f"{value:.4g}" for value in row))
     console.print(table)
-    spread = tuning.spread
-    told = ", ".join(f"{k:.3g}" for k in spread.values()) if isinstance(spread, Mapping) else f"{spread:.3g}"
-    say(f"Chose spread {told}, temperature {tuning.temperature:.3g}.\nWrote {out}")
-    return tuned
+    chosen = tuning.spread.values() if isinstance(tuning.spread, Mapping) else [tuning.spread]
+    spreads = ", ".join(f"{spread:.3g}" for spread in chosen)
+    say(f"Chose spread {spreads}, temperature {tuning.temperature:.3g}.\nWrote {out}")
 
 
-def predict_data(
-    model: nn.Module, stats: Path | None, data: str, out: Path, console: Console, *, batch_size: int, **options: Any
-) -> stochbn.Prediction:
-    """Predicts, writes a row an input to a `.csv` or `.npz` file, and prints a summary; labels are scored.
+def predict(
+    factory: Factory,
+    checkpoint: Weights,
+    data: Data,
+    out: Annotated[Path, typer.Option(help="File to write: .csv, or .npz.")],
+    stats: Annotated[Path | None, typer.Option(help="What fit or tune wrote; without it there is no SBN.")] = None,
+    samples: Samples = 50,
+    link: Annotated[
+        str, typer.Option(help="softmax for classes, sigmoid for labels, identity for regression.")
+    ] = "softmax",
+    seed: Annotated[int, typer.Option(metavar="N", help="Determines the draws.")] = 0,
+    batch_size: InputsAtOnce = 128,
+    dropout: Dropout = False,
+    device: Device = "cpu",
+    threads: Threads = None,
+) -> None:
+    """Predicts, and says how unsure each prediction is.
 
-    Without `stats` there is no SBN; further options are those of `stochbn.predict`.
+    The prediction is that of many networks drawn around yours. A row for each input: class, confidence, entropy with
+    its aleatoric and epistemic part, and the probabilities. With labels (`y` in the file, or the second of what the
+    data set yields) error, NLL and ECE are printed too.
+
+    Needs: what `stochbn fit` or `stochbn tune` wrote, and inputs preprocessed as in training.
+
+    Next: sort the rows by entropy, and look at the most uncertain before you trust the rest.
+
+    Example: `stochbn predict nets:build --checkpoint net.pt --stats net.sbn.safetensors --data x.npz --out pred.csv`
     """
     if out.suffix not in (".csv", ".npz"):
         raise ValueError(f"Expected --out to end in .csv or .npz, got {out}.")
-    distribution = stochbn.load(stats) if stats else None
-    if distribution is None:
+    _prepare_out(out, checkpoint, data, stats)
+    model = load_model(factory, checkpoint, device)
+    if stats is None:
         say("No statistics were given: this is without SBN.")
+    distribution = None if stats is None else stochbn.load(stats)
     loader = load_data(data, model, batch_size)
     if isinstance(loader.sampler, RandomSampler):
         warnings.warn("The DataLoader shuffles: rows follow its order, not that of the data.", stacklevel=2)
     labels: list[Tensor] = []
+    options: dict[str, Any] = {"num_samples": samples, "seed": seed, "link": link, "dropout": dropout}
     prediction = stochbn.predict(model, distribution, _collect(loader, labels), keep_samples=False, **options)
     targets = torch.cat(labels) if labels else None
     _write(out, _columns(prediction) | ({} if targets is None else {"label": targets}))
     say(f"Wrote {out}")
-    _summarise(console, prediction, targets)
-    return prediction
+    _summarise(prediction, targets)
 
 
-def prepare_out(out: Path, *inputs: Path | str | None) -> None:
+def _prepare_out(out: Path, *inputs: Path | str | None) -> None:
     """Makes the folder of a file to be written, which must not be one of the files to be read."""
     if any(path and Path(path).resolve() == out.resolve() for path in inputs):
         raise ValueError(f"Expected --out to be a file of its own, got an input: {out}.")
@@ -202,7 +198,7 @@ def _write(path: Path, columns: dict[str, Tensor]) -> None:
     write_atomically(path, "".join(f"{','.join(row)}\n" for row in (tuple(flat), *rows)).encode())
 
 
-def _summarise(console: Console, prediction: stochbn.Prediction, labels: Tensor | None) -> None:
+def _summarise(prediction: stochbn.Prediction, labels: Tensor | None) -> None:
     columns = {name: values.cpu() for name, values in _columns(prediction).items() if name != "probs"}
     shown = {name: v if v.dim() == 1 else v.double().flatten(1).mean(1) for name, v in columns.items()}  # (N,)
     measure = "std" if prediction.link == "identity" else "entropy"
