@@ -43,7 +43,7 @@ def data(
 
     Every file is verified by SHA-256, wherever it came from, and kept in `STOCHBN_DATA` or else your cache folder.
 
-    Needs: a network connection; without one, download the files elsewhere and name their folder.
+    Needs: a network connection; without one, download the files elsewhere and name their folder with `--folder`.
 
     Next: `stochbn reproduce`, which gets what it needs by itself too.
 

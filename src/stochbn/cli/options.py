@@ -27,7 +27,7 @@ Samples = Annotated[int, typer.Option(metavar="N", min=1, help="Networks drawn f
 
 # Of the experiments. `--folder` has published files, `--data` is for those of a user.
 Folder = Annotated[
-    Path | None, typer.Option(help="Folder of published data files that you have, asked before any download.")
+    Path | None, typer.Option(help="Folder with copies of the published data, tried before any download.")
 ]
 ExperimentName = Annotated[str, typer.Argument(metavar="EXPERIMENT", help=f"One of {', '.join(EXPERIMENTS)}.")]
 Results = Annotated[Path | None, typer.Option("--out", help="Folder to write to.", show_default="results/EXPERIMENT")]

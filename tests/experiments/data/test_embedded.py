@@ -21,6 +21,13 @@ def test_glyphs_are_determined_by_their_seed():
     assert render_glyphs(0)[0].shape == (0, 1, 28, 28)
 
 
+def test_glyphs_belong_to_the_caller():
+    images, _ = render_glyphs(10)
+    expected = images.clone()
+    images.zero_()
+    assert torch.equal(render_glyphs(10)[0], expected)
+
+
 def test_glyphs_are_varied_bright_letters_on_dark():
     images, _ = render_glyphs(200)
     assert images.shape == (200, 1, 28, 28)
