@@ -1,7 +1,7 @@
 """`python -m benchmarks.chunks`: how many examples a stack should hold.
 
 Times `predict` with stacks of 16 to 256 examples, side by side, for each network and several batch sizes. It is what
-`batches.STACKED_EXAMPLES` was chosen by.
+`STACKED_EXAMPLES` was chosen by.
 """
 
 import json
