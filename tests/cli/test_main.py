@@ -483,7 +483,7 @@ def test_demo_is_the_digits_with_one_thread(run, steps, monkeypatch):
 def test_fit_and_predict_give_the_library_s_numbers(run, own):
     code, out, err = run(*fit())
     assert (code, err) == (0, "")
-    assert "Fitted Factorized(2 layers, 11 channels, batch_size=16, num_batches=4)." in out
+    assert "Distribution Factorized(2 layers, 11 channels, batch_size=16, num_batches=4)." in out
     labels = (own["x"][:, 0] > 0).long()
     loader = DataLoader(TensorDataset(own["x"], labels), 16, shuffle=True, generator=torch.Generator().manual_seed(0))
     expected = stochbn.fit(own["model"], loader, progress=False)

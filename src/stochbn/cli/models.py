@@ -26,14 +26,14 @@ from tqdm import tqdm
 import stochbn
 from stochbn.experiments.data.sources import DataError, write_atomically
 from stochbn.experiments.training.checkpoints import CheckpointError
-from stochbn.statistics.batches import listing
+from stochbn.statistics.checks import listing
 
 _DATA_SUFFIXES = (".npz", ".npy", ".safetensors")
 
 
 def fit_data(
     model: nn.Module, data: str, out: Path, console: Console, *, batch_size: int | None, **options: Any
-) -> stochbn.Fitted:
+) -> stochbn.Distribution:
     """Fits a network's statistics to training data and saves them; further options are those of `stochbn.fit`.
 
     Arrays and data sets are shuffled, by a fixed seed, and need a `batch_size`: that of training.
@@ -47,7 +47,7 @@ def fit_data(
 
 def tune_data(
     model: nn.Module, stats: Path, data: str, out: Path, console: Console, *, batch_size: int, **options: Any
-) -> stochbn.Fitted:
+) -> stochbn.Distribution:
     """Tunes a network's statistics on held-out data with labels and saves them; options are those of `stochbn.tune`."""
     loader = _load_data(data, model, batch_size)
     tuned = stochbn.tune(model, stochbn.load(stats), loader, progress=sys.stderr.isatty(), **options)

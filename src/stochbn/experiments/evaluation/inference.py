@@ -56,7 +56,7 @@ def fit(
     family: Any = "factorized",
     dropout: bool = False,
     progress: bool = False,
-) -> stochbn.Fitted:
+) -> stochbn.Distribution:
     """Fits on all training data, augmented as in training, with the recipe's mini-batch size or another."""
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(DRAW_SEED)  # of dropout and augmentation
@@ -77,7 +77,7 @@ def tune(
     validation: Split,
     *,
     seed: int = 0,
-    groups: int = 1,
+    num_groups: int = 1,
     dropout: bool = False,
     progress: bool = False,
 ) -> Any:
@@ -89,7 +89,7 @@ def tune(
             network,
             stats,
             list(zip(inputs, validation.labels.split(_INFERENCE_BATCH), strict=True)),
-            groups=groups,
+            num_groups=num_groups,
             seed=derive_seed(member_seed(DRAW_SEED, seed), "tune"),
             dropout=dropout,
             progress=progress,
@@ -98,7 +98,7 @@ def tune(
 
 def predict(
     network: nn.Module,
-    stats: stochbn.Fitted | None,
+    stats: stochbn.Distribution | None,
     split: Split,
     *,
     num_samples: int,
