@@ -1,77 +1,13 @@
-"""Networks and data that the tests share."""
+"""Fixtures that the tests share."""
 
-import copy
-from collections.abc import Callable, Iterable
-
-import numpy as np
 import pytest
 import torch
 from torch import Tensor, nn
 
 import stochbn
-from stochbn.distributions.base import Layer
-from stochbn.statistics.layers import find_layers
-from stochbn.statistics.moments import Moments
-from stochbn.statistics.normalization import Answering, BatchNormalization
-from stochbn.statistics.restoring import evaluating
+from oracles import calibrate, small_cnn
 
 torch.set_num_threads(1)  # the networks are tiny: threads would only wait for each other
-
-
-class NormAct(nn.BatchNorm2d):
-    """A subclass that adds an activation to the normalisation."""
-
-    def forward(self, x: Tensor) -> Tensor:
-        return super().forward(x).relu()
-
-
-def calibrate(model: nn.Module, batches: Iterable[Tensor]) -> nn.Module:
-    """Sets running statistics to the averages over the batches, as a trained model's are."""
-    norms = [m for m in model.modules() if isinstance(m, nn.modules.batchnorm._BatchNorm)]
-    momenta = [norm.momentum for norm in norms]
-    for norm in norms:
-        norm.reset_running_stats()
-        norm.momentum = None
-    model.train()
-    with torch.no_grad():
-        for batch in batches:
-            model(batch)
-    for norm, momentum in zip(norms, momenta, strict=True):
-        norm.momentum = momentum
-    return model.eval()
-
-
-def naive(
-    model: nn.Module, draws: stochbn.Draws, x: Tensor, change: Callable[[nn.Module], None] = lambda network: None
-) -> Tensor:
-    """The oracle: one deep copy of the model a draw, its buffers overwritten, then changed. (S, N, K)"""
-    outputs = []
-    for index in range(len(draws)):
-        network = copy.deepcopy(model).eval()
-        for name, buffer in network.named_buffers():
-            if name in draws.buffers:
-                buffer.copy_(draws.buffers[name][index])
-        change(network)
-        outputs.append(network(x.clone()).detach().softmax(1))
-    return torch.stack(outputs)
-
-
-def small_cnn(dropout: float = 0.0, classes: int = 3) -> nn.Module:
-    layers = [
-        nn.Conv2d(1, 4, 3),
-        nn.BatchNorm2d(4),
-        nn.ReLU(inplace=True),
-        nn.Dropout(dropout),
-        nn.Conv2d(4, 6, 3),
-        NormAct(6),
-        nn.Flatten(),
-        nn.Linear(6 * 4 * 4, 10, bias=False),
-        nn.BatchNorm1d(10),
-        nn.ReLU(),
-        nn.Dropout(dropout),
-        nn.Linear(10, classes),
-    ]
-    return nn.Sequential(*[layer for layer in layers if dropout or not isinstance(layer, nn.Dropout)])
 
 
 @pytest.fixture(autouse=True)
@@ -102,38 +38,3 @@ def stats(model: nn.Module, batches: list[Tensor]) -> stochbn.Factorized:
 @pytest.fixture
 def x() -> Tensor:
     return torch.rand(7, 1, 8, 8)
-
-
-def observed(model: nn.Module, batches: list[Tensor]) -> Tensor:
-    """The oracle: each mini-batch's statistics in a pass of its own, (B, 2, ΣC)."""
-    rows = []
-    for batch in batches:
-        normalization = BatchNormalization(find_layers(model))
-        with torch.no_grad(), evaluating(model), Answering(normalization.answer):
-            model(batch)
-            rows.append(torch.cat([seen[0] for seen in normalization.observed.take().values()], dim=1))
-    return torch.stack(rows)
-
-
-def flat(draws: stochbn.Draws, stats: stochbn.Distribution) -> np.ndarray:
-    """Draws as (S, 2, ΣC): means and log(σ² + ε)."""
-    means = torch.cat([values for name, values in draws.buffers.items() if name.endswith("mean")], dim=1)
-    logs = [
-        (values + layer.eps).log()
-        for (name, values), layer in zip(
-            [item for item in draws.buffers.items() if item[0].endswith("var")], stats.layers.values(), strict=True
-        )
-    ]
-    return torch.stack([means, torch.cat(logs, dim=1)], dim=1).numpy()
-
-
-def known(mean: float = 2.0, std: float = 0.5, channels: int = 1, eps: float = 1e-5) -> stochbn.Factorized:
-    """A distribution with the given moments, of both the mean and the log variance."""
-    centre, deviation = (torch.full((2, channels), v, dtype=torch.float64) for v in (mean, 10 * std**2))
-    moments = Moments(11.0, 11.0, centre, deviation)
-    return stochbn.Factorized({"bn": Layer(eps, moments)}, batch_size=16, num_batches=11)
-
-
-def of_channels(channels: int) -> stochbn.Factorized:
-    moments = Moments.of(torch.randn(20, 2, channels, dtype=torch.float64))
-    return stochbn.Factorized({"bn": Layer(1e-5, moments)}, batch_size=16, num_batches=20)

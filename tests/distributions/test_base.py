@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 
 import stochbn
-from conftest import calibrate, flat, known, naive
+from oracles import calibrate, flat, known, naive
 from stochbn.distributions.base import Tuning
 
 known_on_cpu = known(channels=3)

@@ -5,7 +5,7 @@ import torch
 from torch import Tensor, nn
 
 import stochbn
-from conftest import small_cnn
+from oracles import small_cnn
 
 
 def test_slices_of_draws(stats: stochbn.Factorized) -> None:

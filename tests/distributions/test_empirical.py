@@ -6,7 +6,7 @@ import torch
 from torch import Tensor, nn
 
 import stochbn
-from conftest import flat, observed, of_channels
+from oracles import flat, observed, of_channels
 from stochbn.distributions.empirical import Thinned
 
 

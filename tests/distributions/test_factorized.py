@@ -10,7 +10,7 @@ from scipy import stats as sps
 from torch import Tensor, nn
 
 import stochbn
-from conftest import known
+from oracles import known
 from stochbn.distributions.base import Tuning
 
 

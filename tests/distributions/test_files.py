@@ -15,7 +15,7 @@ from safetensors.torch import save_file
 from torch import Tensor, nn
 
 import stochbn
-from conftest import calibrate
+from oracles import calibrate
 from stochbn.distributions.base import Tuning
 from stochbn.distributions.files import read
 
@@ -162,7 +162,7 @@ def test_header_that_claims_more_than_the_file_holds(file: Path) -> None:
 FRESH = """
 import sys, torch, stochbn
 sys.path.insert(0, sys.argv[2])
-from conftest import small_cnn
+from oracles import small_cnn
 from safetensors.torch import load_file
 model = small_cnn()
 model.load_state_dict(load_file(f"{sys.argv[1]}/model.safetensors"))

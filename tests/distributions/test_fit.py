@@ -7,7 +7,7 @@ from torch import Tensor, nn
 from torch.utils.data import DataLoader, TensorDataset
 
 import stochbn
-from conftest import calibrate, small_cnn
+from oracles import calibrate, small_cnn
 
 
 def test_loader_tuple_dict_and_call_give_the_same(model: nn.Module, batches: list[Tensor]) -> None:

@@ -7,7 +7,7 @@ import torch
 from torch import Tensor, nn
 
 import stochbn
-from conftest import calibrate, flat, observed, of_channels
+from oracles import calibrate, flat, observed, of_channels
 from stochbn.distributions.lowrank import Sketch
 
 

@@ -11,7 +11,7 @@ from torch.nn import functional as F
 from torch.nn.modules.batchnorm import _BatchNorm
 
 import stochbn
-from conftest import NormAct, calibrate, naive
+from oracles import NormAct, calibrate, naive
 from stochbn.inference.affine import normalise_with
 from stochbn.statistics.normalization import BatchNormCall
 

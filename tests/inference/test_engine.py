@@ -10,7 +10,7 @@ from torch.nn import functional as F
 from torch.utils.flop_counter import FlopCounterMode
 
 import stochbn
-from conftest import calibrate, naive
+from oracles import calibrate, naive
 from stochbn.inference.sharing import DivergedError, Recording
 
 ROUNDING = {"rtol": 1e-4, "atol": 1e-6}

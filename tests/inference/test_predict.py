@@ -14,7 +14,7 @@ from torch.func import functional_call
 from torch.utils.data import DataLoader, IterableDataset, TensorDataset
 
 import stochbn
-from conftest import calibrate, naive, small_cnn
+from oracles import calibrate, naive, small_cnn
 from stochbn.distributions.base import Layer
 from stochbn.inference.prediction import Average, join
 from stochbn.statistics.moments import Moments

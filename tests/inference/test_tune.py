@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 
 import stochbn
-from conftest import calibrate, small_cnn
+from oracles import calibrate, small_cnn
 from stochbn.distributions.base import Tuning
 from stochbn.inference.tune import SPREADS, _best, find_minimum
 

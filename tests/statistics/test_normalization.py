@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _BatchNorm
 
 import stochbn
-from conftest import NormAct, calibrate, small_cnn
+from oracles import NormAct, calibrate, small_cnn
 from stochbn.statistics.normalization import batch_moments
 
 

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor, nn
 
 import stochbn
-from conftest import calibrate
+from oracles import calibrate
 from stochbn.statistics.restoring import evaluating
 
 
