@@ -2,11 +2,14 @@
 
 import pytest
 import torch
+from hypothesis import settings
 from torch import Tensor, nn
 
 import stochbn
 from oracles import calibrate, small_cnn
 
+settings.register_profile("untimed", deadline=None)  # how long an example takes depends on what else runs
+settings.load_profile("untimed")
 torch.set_num_threads(1)  # the networks are tiny: threads would only wait for each other
 
 

@@ -104,3 +104,13 @@ def known(mean: float = 2.0, std: float = 0.5, channels: int = 1, eps: float = 1
 def of_channels(channels: int) -> stochbn.Factorized:
     moments = Moments.of(torch.randn(20, 2, channels, dtype=torch.float64))
     return stochbn.Factorized({"bn": Layer(1e-5, moments)}, batch_size=16, num_batches=20)
+
+
+def centred(model: nn.Module) -> stochbn.Factorized:
+    """A distribution around the model's own running statistics."""
+    layers = {}
+    for name, norm in model.named_modules():
+        if isinstance(norm, nn.modules.batchnorm._BatchNorm):
+            centre = torch.stack([norm.running_mean.double(), (norm.running_var.double() + norm.eps).log()])
+            layers[name] = Layer(norm.eps, Moments(10.0, 10.0, centre, torch.ones_like(centre)))
+    return stochbn.Factorized(layers, batch_size=16, num_batches=10)

@@ -162,3 +162,11 @@ def test_a_tuning_that_cannot_be(model: nn.Module, batches: list[Tensor]) -> Non
             Tuning(spread, temperature)
     with pytest.raises(ValueError, match="a spread for each of the layers '1'"):
         replace(stats, tuning=Tuning({"typo": 2.0}))
+
+
+def test_untuned_takes_the_tuning_back(stats: stochbn.Factorized) -> None:
+    tuned = replace(stats, tuning=stochbn.Tuning(spread=2.0, temperature=1.5))
+    assert tuned.untuned().tuning is None
+    assert tuned.tuning is not None
+    for name, values in tuned.untuned().sample(3, seed=0).buffers.items():
+        assert torch.equal(values, stats.sample(3, seed=0).buffers[name])

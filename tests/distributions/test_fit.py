@@ -246,3 +246,41 @@ def test_options_that_are_not_a_familys() -> None:
         stochbn.fit(model, [], family="lowrank", num_kept=5)
     with pytest.raises(ValueError, match="rank of at least 1"):
         stochbn.fit(model, [], family="lowrank", rank=0)
+
+
+class Backwards(nn.Module):
+    """Registers its layers in another order than it calls them in; its very last one has no running statistics."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.called_last = nn.BatchNorm1d(4)
+        self.called_first = nn.BatchNorm1d(4)
+        self.untracked = nn.BatchNorm1d(4, track_running_stats=False)
+        self.dropout = nn.Dropout(0.5)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.untracked(self.called_last(self.dropout(self.called_first(x))))
+
+
+@pytest.mark.parametrize("dropout", [False, True])
+def test_the_last_layer_is_that_of_the_forward_pass(dropout: bool) -> None:
+    data = [torch.randn(8, 4) for _ in range(20)]
+    model = calibrate(Backwards(), data)
+    fitted = []
+    for layers in ("last", ["called_last"]):
+        torch.manual_seed(1)
+        fitted.append(stochbn.fit(model, data, layers=layers, dropout=dropout, family="empirical", progress=False))
+    assert list(fitted[0].layers) == ["called_last"]
+    assert fitted[0].excluded == ("called_first", "untracked")
+    assert torch.equal(fitted[0].observations, fitted[1].observations)
+    assert fitted[0].num_batches == 20  # the mini-batch that found the layer is fitted like the others
+
+
+def test_a_layer_that_is_called_last_can_be_passed_by_its_name() -> None:
+    model = nn.Sequential()
+    model.add_module("last", nn.BatchNorm1d(4))
+    model.add_module("other", nn.BatchNorm1d(4))
+    data = [torch.randn(8, 4) for _ in range(20)]
+    calibrate(model, data)
+    assert list(stochbn.fit(model, data, layers=["last"], progress=False).layers) == ["last"]
+    assert list(stochbn.fit(model, data, layers="last", progress=False).layers) == ["other"]
