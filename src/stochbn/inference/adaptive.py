@@ -82,7 +82,7 @@ def predict_adaptively(
 
 
 def _settled(outputs: list[Tensor], temperatures: list[float], link: Link, tolerance: float) -> Tensor:
-    """Tells for each input whether the confidence statement holds: (n, N, K, *) of each network → (N,)."""
+    """Returns for each input whether the confidence statement holds: (n, N, K, *) of each network → (N,)."""
     most = len(max(outputs, key=len))
     samples = torch.stack(
         [

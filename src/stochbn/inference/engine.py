@@ -102,7 +102,7 @@ class Network:
         self.compiled_rows = 0
         self.bytes_a_draw = _BYTES.setdefault(model, {})  # by the shapes of a batch
         self.temperature = 1.0
-        self.num_masks = num_masks  # after so many draws, dropout's masks begin anew
+        self.num_masks = num_masks  # after so many draws, dropout's masks begin again
         self.block: tuple[range, Drawn] = (range(0), Drawn({}, {}, {}, torch.arange(0)))  # the draws at hand
         self.layers: dict[str, Any] = {} if source is None else dict(all_batch_norms(model))
         self.weights: dict[str, Tensor] | None = None
@@ -131,6 +131,7 @@ class Network:
         """Yields outputs (s, N, …) of successive draws, from the first to before the last; without the temperature."""
         last = self.num_draws if last is None else last
         wants_gradient = torch.is_grad_enabled() and any(t.requires_grad for t in tensors_in(item))
+        # The mode holds within this generator only: whoever consumes it runs between two chunks in a mode of their own.
         with torch.set_grad_enabled(wants_gradient):
             if self.compiles and self.num_draws > 1 and not wants_gradient:
                 chunks = self._run_compiled(item, chunk_size, first, last)
@@ -158,10 +159,10 @@ class Network:
         self.compiled_rows = max(self.compiled_rows, count)
         item = copy_to(fill(item, self.compiled_rows), self.device)  # one shape, so that one code serves all batches
         if not chunk_size and _shapes(item) not in self.bytes_a_draw:
-            with suppress(Exception):  # to know how large a stack may be; what is wrong, compiling will tell
+            with suppress(Exception):  # to know how large a stack may be; compiling will report what is wrong
                 self._stacked(first, first + 1, _Batch(item, self.device))
         size = chunk_size or self._suitable_size(item)
-        size = math.ceil((last - first) / math.ceil((last - first) / size))
+        size = math.ceil((last - first) / math.ceil((last - first) / size))  # equal chunks: each size is compiled apart
         named = itertools.chain(
             self.called.named_parameters(remove_duplicate=False), self.called.named_buffers(remove_duplicate=False)
         )
@@ -202,7 +203,9 @@ class Network:
                 return self._stacked(start, stop, batch)
             except Exception as error:  # whatever it is, the loop below runs the model as its author meant it
                 problem = error
-                self.stacks, self.reuses = self.reuses, False
+                # Two steps down: without sharing and reordered weights, which most such models bear, then by a loop.
+                self.stacks = self.reuses
+                self.reuses = False
         outputs = self._looped(start, stop, batch)
         if problem is not None:
             reason = str(problem).strip().split("\n")[0]
@@ -276,7 +279,7 @@ class Network:
             draws, block = self.block
         part = slice(start - draws[0], stop - draws[0])
         buffers = {name: values[part] for name, values in block.buffers.items()}
-        if torch.is_grad_enabled():  # the maps carry gradients to the layers' parameters, anew in each pass
+        if torch.is_grad_enabled():  # the maps carry gradients to the layers' parameters, so each pass makes its own
             affines = fold(self.layers, buffers)
         else:
             affines = {name: (scale[part], shift[part]) for name, (scale, shift) in block.affines.items()}

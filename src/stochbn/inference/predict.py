@@ -53,7 +53,7 @@ def predict(
             of batches (called as in `fit`: labels may be there and are passed over).
         num_samples: S, the number of draws of each model. Without SBN and dropout one pass is all there is; given
             `Draws` bring their own number. With "auto" each input takes as many as it needs, from 8 to 1,024, and
-            `counts` tells how many; samples are not kept.
+            `counts` says how many; samples are not kept.
         tolerance: With "auto", an input stops when, at a confidence of 95 % each, its entropy is this close (in nats)
             to that of infinitely many draws, and its class is theirs (`inference.adaptive` says more). With link
             "identity", when its mean is this close.
@@ -132,7 +132,7 @@ def predict(
 
 
 def is_loader(inputs: Any) -> bool:
-    """Tells batches to iterate over from one batch: tensors, tuples and mappings are one."""
+    """Returns whether inputs are batches to iterate over; tensors, tuples and mappings are one batch."""
     if isinstance(inputs, (Tensor, tuple, Mapping)):
         return False
     check_loader(inputs)

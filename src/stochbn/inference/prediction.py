@@ -125,7 +125,7 @@ class Average:
 
 
 def join(parts: Sequence[Prediction], order: Tensor | None = None) -> Prediction:
-    """Puts the predictions of successive batches together; or of the inputs that `order` tells, (N,)."""
+    """Puts the predictions of successive batches together; or of the inputs in the order that `order`, (N,), has."""
     if not parts:
         raise ValueError("Expected at least one batch of inputs, got an empty loader. Pass one with data.")
     places = None if order is None else order.argsort()

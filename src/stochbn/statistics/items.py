@@ -79,7 +79,7 @@ def fill(item: Any, size: int) -> Any:
 
 
 def has_rows(leaf: Any, count: int) -> bool:
-    """Tells whether a leaf holds something for each of `count` examples."""
+    """Returns whether a leaf holds something for each of `count` examples."""
     if isinstance(leaf, Tensor):
         return leaf.dim() > 0 and leaf.shape[0] == count
     return isinstance(leaf, (tuple, list)) and len(leaf) == count

@@ -14,7 +14,7 @@ STACKED_EXAMPLES = 64
 
 
 def length(loader: Iterable[Any]) -> int | None:
-    """Tells how many batches there are, if the loader knows."""
+    """Returns how many batches there are, if the loader knows."""
     try:
         return len(loader)  # type: ignore[arg-type]
     except TypeError:  # also of a DataLoader over an IterableDataset

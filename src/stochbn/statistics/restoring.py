@@ -28,7 +28,7 @@ def evaluating(model: nn.Module, *, dropout: bool = False) -> Iterator[None]:
 
 @contextmanager
 def keeping_tensors(model: nn.Module) -> Iterator[None]:
-    """Restores buffers and tensor attributes that the model's own forward pass binds anew, such as a running average.
+    """Restores buffers and tensor attributes that a forward pass of the model binds again, such as a running average.
 
     What it binds under `vmap` would be a tensor that is dead outside.
     """
