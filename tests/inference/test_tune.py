@@ -21,7 +21,7 @@ def drawn_labels(model: nn.Module, stats: stochbn.Distribution, inputs: list[Ten
     generator = torch.Generator().manual_seed(5)
     labelled = []
     for x in inputs:
-        pred = stochbn.predict(model, replace(stats, tuning=Tuning(spread)), x, num_samples=400, seed=99)
+        pred = stochbn.predict(model, replace(stats, tuning=Tuning(spread)), x, num_samples=100, seed=99)
         labelled.append((x, torch.multinomial(pred.probs, 1, generator=generator)[:, 0]))
     return labelled
 
@@ -46,7 +46,7 @@ def test_finds_the_spread_that_made_the_labels(
 ) -> None:
     stats = stochbn.fit(sharp, batches, progress=False)
     data = drawn_labels(sharp, stats, held_out, spread)
-    tuned = stochbn.tune(sharp, stats, data, num_samples=32, progress=False)
+    tuned = stochbn.tune(sharp, stats, data, num_samples=16, progress=False)
     assert 0.6 * spread < tuned.tuning.spread < 1.5 * spread  # 1,250 labels tell no more
     assert tuned.tuning.temperature == 1.0
 
@@ -68,10 +68,10 @@ def test_finds_a_temperature(sharp: nn.Module, batches: list[Tensor], held_out: 
     data = drawn_labels(sharp, replace(stats, tuning=None), held_out, 1.0)
     hotter = nn.Sequential(copy.deepcopy(sharp), Times(2.0))
     hot_stats = stochbn.fit(hotter, batches, progress=False)
-    tuned = stochbn.tune(hotter, hot_stats, data, choose="both", num_samples=32, progress=False)
+    tuned = stochbn.tune(hotter, hot_stats, data, choose="both", num_samples=16, progress=False)
     assert 1.6 < tuned.tuning.temperature < 2.5
     assert 0.7 < tuned.tuning.spread < 1.4
-    plain = stochbn.tune(hotter, hot_stats, data, num_samples=32, progress=False)
+    plain = stochbn.tune(hotter, hot_stats, data, num_samples=16, progress=False)
     assert min(loss for *_, loss in tuned.tuning.curve) < min(loss for *_, loss in plain.tuning.curve)
 
 
