@@ -23,7 +23,7 @@ from stochbn.statistics.items import copy_to, rows
 from stochbn.statistics.layers import Layers, all_batch_norms, dropout_layers, find_layers
 from stochbn.statistics.mini_batches import STACKED_EXAMPLES, length, mini_batches
 from stochbn.statistics.moments import Moments
-from stochbn.statistics.normalization import Answering, BatchNormalization, BatchNormCall
+from stochbn.statistics.normalization import Answering, BatchNormalization, BatchNormCall, Observed
 from stochbn.statistics.restoring import evaluating, preserving_rng
 
 # A layer has drifted when half of its channels are this far from the running statistics: one standard deviation, or a
@@ -147,12 +147,11 @@ def _keep_last(
     model: nn.Module, call: Call, layers: dict[str, _BatchNorm], parts: Iterator[tuple[Any, int, int]]
 ) -> tuple[dict[str, _BatchNorm], Iterator[tuple[Any, int, int]]]:
     """Finds the last layer that a forward pass calls, on a mini-batch that it puts back in front of the others."""
-    names = {id(layer.running_mean): name for name, layer in layers.items()}
-    called: list[str] = []
+    observed = Observed(layers)
+    called: list[str | None] = []
 
     def note(arguments: BatchNormCall) -> Tensor:
-        if id(arguments.running_mean) in names:
-            called.append(names[id(arguments.running_mean)])
+        called.append(observed.name(arguments))
         return F.batch_norm(*arguments)
 
     first = next(parts, None)
@@ -161,8 +160,8 @@ def _keep_last(
     item, _, size = first
     with evaluating(model), Answering(note):  # without dropout, which would take random numbers from the fit
         call(model, copy_to(rows(item, 0, size), device_of(model)))
-    kept = {name: layer for name, layer in layers.items() if name in called[-1:]} or layers
-    return kept, itertools.chain([first], parts)
+    last = [name for name in called if name is not None][-1:]
+    return {name: layers[name] for name in last} or layers, itertools.chain([first], parts)
 
 
 def _collect(collected: "Collected", run: "_Pass", parts: Iterator[tuple[Any, int, int]]) -> Iterator[bool]:
