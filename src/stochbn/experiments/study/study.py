@@ -21,9 +21,9 @@ from stochbn.experiments.data.corruptions import CORRUPTIONS, STRENGTHS, corrupt
 from stochbn.experiments.data.sources import cache_dir
 from stochbn.experiments.data.splits import Part, Split, load_split
 from stochbn.experiments.evaluation.diagnostics import choose_rows
-from stochbn.experiments.evaluation.evaluate import finished_runs, is_current, provenance
-from stochbn.experiments.evaluation.inference import DRAW_SEED, fit, input_batches, training_batches, tune
-from stochbn.experiments.files import PARTS, File
+from stochbn.experiments.evaluation.evaluate import finished_runs
+from stochbn.experiments.evaluation.inference import fit, input_batches, training_batches, tune
+from stochbn.experiments.files import DRAW_SEED, PARTS, File, is_current, provenance
 from stochbn.experiments.training.checkpoints import checkpoint_path, digest, load_network, read_checkpoint
 from stochbn.experiments.training.recipes import Experiment, Recipe
 from stochbn.statistics.layers import all_batch_norms
