@@ -13,7 +13,7 @@ from stochbn.distributions.fit import Collected
 from stochbn.statistics.calls import unwrap
 from stochbn.statistics.items import num_examples
 from stochbn.statistics.layers import find_layers
-from stochbn.statistics.normalization import Answering, BatchNormCall, Observed, batch_moments, observation
+from stochbn.statistics.normalization import Answering, BatchNormCall, Observed, batch_statistics
 
 
 class Tracker:
@@ -45,8 +45,7 @@ class Tracker:
             name = observed.name(call)
             if name is not None and call.training:
                 with torch.no_grad():
-                    mean, variance = batch_moments(call.input.detach())
-                    observed.add(name, observation(mean, variance, call.eps))
+                    observed.add(name, batch_statistics(call.input.detach(), call.eps))
             return F.batch_norm(*call)
 
         return listen

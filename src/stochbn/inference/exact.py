@@ -211,8 +211,8 @@ def _companions(loader: Iterable[Any], batch_size: int | None, num_samples: int)
     """Reads S times M − 1 training examples."""
     found = [
         rows(item, start + 1, start + size)
-        for item, groups, size in mini_batches(loader, batch_size=batch_size, num_batches=num_samples)
-        for start in range(0, groups * size, size)
+        for item, count, size in mini_batches(loader, batch_size=batch_size, num_batches=num_samples)
+        for start in range(0, count * size, size)
     ]
     if len(found) < num_samples:
         raise ValueError(

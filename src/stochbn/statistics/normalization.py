@@ -21,37 +21,33 @@ def widen(x: Tensor) -> Tensor:
     return x if x.dtype == torch.float64 else x.float()
 
 
-def batch_moments(x: Tensor, num_batches: int = 1) -> tuple[Tensor, Tensor]:
-    """Computes the mean and the biased variance that training normalises with, in float32 or better. Pure.
+def batch_statistics(x: Tensor, eps: float, num_batches: int = 1) -> Tensor:
+    """Computes what is fitted: the mean and log(σ² + ε) of each channel, in float32 or better. Pure.
+
+    σ² is the biased variance, which is the one that training normalises with.
 
     Args:
         x: (G·M, C, *) input of a BatchNorm layer.
+        eps: ε.
         num_batches: G, mini-batches that lie one after the other in `x`.
 
     Returns:
-        Mean and variance, (G, C) each.
+        (G, 2, C).
 
     Example:
         >>> x = torch.tensor([[1.0], [3.0], [10.0], [10.0]])
-        >>> mean, variance = batch_moments(x, num_batches=2)
-        >>> mean.flatten(), variance.flatten()
-        (tensor([ 2., 10.]), tensor([1., 0.]))
+        >>> batch_statistics(x, eps=1.0, num_batches=2)[:, 0].flatten()
+        tensor([ 2., 10.])
     """
-    x = x.unflatten(0, (num_batches, -1))  # (G, M, C, *)
-    x = widen(x)
+    x = widen(x.unflatten(0, (num_batches, -1)))  # (G, M, C, *)
     variance, mean = torch.var_mean(x, dim=[1, *range(3, x.dim())], correction=0)
-    return mean, variance
-
-
-def observation(mean: Tensor, variance: Tensor, eps: float) -> Tensor:
-    """Stacks what is fitted, the mean and log(σ² + ε): (G, C) twice → (G, 2, C)."""
     return torch.stack([mean, (variance + eps).log()], dim=1)
 
 
 def normalise(
     x: Tensor, weight: Tensor | None, bias: Tensor | None, eps: float, num_batches: int = 1
-) -> tuple[Tensor, Tensor, Tensor]:
-    """Normalises as training does, with the mean and the biased variance of the batch, in float32 or better. Pure.
+) -> tuple[Tensor, Tensor]:
+    """Normalises as training does, by the statistics of each mini-batch, in float32 or better. Pure.
 
     Args:
         x: (G·M, C, *) input of a BatchNorm layer.
@@ -61,22 +57,21 @@ def normalise(
         num_batches: G, mini-batches that lie one after the other in `x` and are normalised apart.
 
     Returns:
-        The output, shaped as `x`, and what is fitted: the mean and log(σ² + ε), (G, C) each.
+        The output, shaped as `x`, and what `batch_statistics` gives, (G, 2, C).
 
     Example:
         >>> x = torch.tensor([[1.0], [3.0], [10.0], [10.0]])
-        >>> output, mean, log_variance = normalise(x, None, None, eps=1.0, num_batches=2)
-        >>> mean.flatten(), log_variance.exp().round(decimals=4).flatten()
-        (tensor([ 2., 10.]), tensor([2., 1.]))
+        >>> output, statistics = normalise(x, None, None, eps=1.0, num_batches=2)
+        >>> torch.allclose(statistics, batch_statistics(x, 1.0, 2))
+        True
     """
     wide = widen(x)
     weight, bias = (None if p is None else p.to(wide.dtype) for p in (weight, bias))
-    # Training's own kernel, which computes the statistics and applies them at once.
+    # Training's own kernel computes the statistics and applies them at once: less memory traffic than two steps.
     chunks = wide.chunk(num_batches)
     parts = [torch.native_batch_norm(chunk, weight, bias, None, None, True, 0.0, eps) for chunk in chunks]
     output, mean, inverse = parts[0] if num_batches == 1 else (torch.cat(values) for values in zip(*parts, strict=True))
-    mean, inverse = mean.view(num_batches, -1), inverse.view(num_batches, -1)
-    return output.to(x.dtype), mean, inverse.log() * -2
+    return output.to(x.dtype), torch.stack([mean, inverse.log() * -2]).view(2, num_batches, -1).transpose(0, 1)
 
 
 class BatchNormCall(NamedTuple):
@@ -133,9 +128,9 @@ class Observed:
         """Returns which of the layers makes a call."""
         return self._names.get(id(call.running_mean))
 
-    def add(self, name: str, observation: Tensor) -> None:
+    def add(self, name: str, statistics: Tensor) -> None:
         """Takes the mean and log(σ² + ε) of a call's G mini-batches, (G, 2, C)."""
-        self._seen.setdefault(name, []).append(observation)
+        self._seen.setdefault(name, []).append(statistics)
 
     def take(self) -> dict[str, Tensor]:
         """Returns what each layer saw since the last time: (calls · G, 2, C)."""
@@ -196,7 +191,7 @@ class BatchNormalization:
                 f"Expected more than 1 value a channel and mini-batch in layer {where}, got input of shape "
                 f"{list(x.shape)}. Pass a loader of larger batches or a larger batch_size=."
             )
-        output, mean, log_variance = normalise(x, call.weight, call.bias, call.eps, self.num_batches)
+        output, statistics = normalise(x, call.weight, call.bias, call.eps, self.num_batches)
         if self._record and name is not None:
-            self.observed.add(name, torch.stack([mean, log_variance], dim=1))
+            self.observed.add(name, statistics)
         return output
