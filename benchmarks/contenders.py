@@ -17,7 +17,7 @@ from torch.nn.modules.batchnorm import _BatchNorm
 import stochbn
 from benchmarks.subjects import BATCH_SIZE, Subject
 from stochbn.distributions.base import Layer
-from stochbn.statistics.normalization import all_batch_norms
+from stochbn.statistics.layers import all_batch_norms
 
 Run = Callable[[], Tensor]
 

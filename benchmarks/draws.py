@@ -105,7 +105,7 @@ def main() -> None:
     console.print("wrote results/draws.json, results/draws.png, results/draws.svg")
 
 
-def compare_schemes(network: nn.Module, stats: stochbn.Fitted, splits: dict[str, Split]) -> list[dict[str, Any]]:
+def compare_schemes(network: nn.Module, stats: stochbn.Distribution, splits: dict[str, Split]) -> list[dict[str, Any]]:
     """Measures the root mean square error of probabilities and entropy, against many independent draws."""
     found = []
     for part, split in splits.items():
@@ -129,7 +129,7 @@ def compare_schemes(network: nn.Module, stats: stochbn.Fitted, splits: dict[str,
     return found
 
 
-def measure_adaptive(network: nn.Module, stats: stochbn.Fitted, splits: dict[str, Split]) -> list[dict[str, Any]]:
+def measure_adaptive(network: nn.Module, stats: stochbn.Distribution, splits: dict[str, Split]) -> list[dict[str, Any]]:
     """Compares `num_samples="auto"` with 1,000 draws of another seed, on all test and some out-of-domain images."""
     found = []
     for part, split in splits.items():
@@ -187,7 +187,7 @@ def measure_layers(network: nn.Module, training: Split, splits: dict[str, Split]
     return found
 
 
-def sample(stats: stochbn.Fitted, scheme: Scheme, size: int, seed: int) -> stochbn.Draws:
+def sample(stats: stochbn.Distribution, scheme: Scheme, size: int, seed: int) -> stochbn.Draws:
     """Draws networks with noise from a scheme."""
     with patch.object(distributions, "antithetic_normal", scheme):
         return stats.sample(size, seed=seed)

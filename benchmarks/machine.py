@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 
-from stochbn.experiments.evaluation.evaluate import commit
+from stochbn.experiments.files import commit
 
 PACKAGES = ("stochbn", "torch", "numpy", "transformers", "laplace-torch")
 

@@ -19,7 +19,7 @@ from torch import Tensor, nn
 from torch.utils.data import DataLoader, Dataset, IterableDataset, TensorDataset
 
 from stochbn.cli.console import say
-from stochbn.statistics.batches import listing
+from stochbn.statistics.checks import listing
 
 _DATA_SUFFIXES = (".npz", ".npy", ".safetensors")
 

@@ -1,4 +1,8 @@
-"""Prediction files: what `evaluate` writes and all that `report` reads. Safetensors with a JSON header.
+"""Result files: what `evaluate` and `study` write and all that `report` reads. Safetensors with a JSON header.
+
+The header says what a file was made of (its identity: if that has changed, the file is made again) and by what (its
+provenance). In a prediction file each method has the log-probabilities and the draws' mean entropy on test,
+out-of-domain and validation images, under its key in `methods`: `sbn/test/log_probs`, `last@0.50/validation/…`.
 
 Log-probabilities are kept in float16. Near certainty, where a probability in float16 would be off by 1e-4, its
 logarithm is near 0 and keeps three digits, so a mean NLL is good to 0.05 %. The draws' mean entropy is in float32: it
@@ -6,7 +10,11 @@ is often below what float16 can hold, and mutual information is what it leaves o
 """
 
 import json
+import platform
+import subprocess
+from collections.abc import Mapping
 from dataclasses import dataclass
+from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
@@ -15,12 +23,17 @@ import torch
 from safetensors.torch import save
 from torch import Tensor
 
+import stochbn
 from stochbn import Prediction
 from stochbn.experiments.data.sources import DataError, write_atomically
 from stochbn.experiments.data.splits import Part
 
-FORMAT = 2  # of what a file holds and how it was computed; files of another one are made anew
-PARTS: tuple[Part, ...] = ("test", "out-of-domain")
+# Of what a prediction file holds and how it was computed. `evaluate` makes files of another format again; `report`
+# still reads format 2, which lacks the validation images, the training loss and the records of each method.
+FORMAT = 3
+PARTS: tuple[Part, ...] = ("test", "out-of-domain")  # what is reported
+PREDICTED: tuple[Part, ...] = (*PARTS, "validation")  # what is predicted, so that choices are made from files alone
+DRAW_SEED = 0  # of every draw and of every random choice of inputs
 
 
 @dataclass(frozen=True, eq=False)
@@ -50,6 +63,47 @@ class File:
             raise DataError(
                 f"Expected a file that `stochbn evaluate` wrote, got {path} ({error}). Evaluate again."
             ) from error
+
+
+def is_current(path: Path, identity: Mapping[str, Any]) -> bool:
+    """Returns whether a file is there and was made of the same."""
+    try:
+        header = File.read(path).header
+    except DataError:
+        return False
+    # Through JSON, as the header went: there a tuple is a list.
+    return all(header.get(key) == json.loads(json.dumps(value)) for key, value in identity.items())
+
+
+def provenance(command: str) -> dict[str, Any]:
+    """Returns by what a number was made: the command, the commit, versions, the seed of the draws."""
+    return {
+        "command": command,
+        "commit": commit(Path(__file__)),
+        "versions": {
+            "stochbn": stochbn.__version__,
+            "torch": torch.__version__,
+            "numpy": version("numpy"),
+            "python": platform.python_version(),
+        },
+        "draw_seed": DRAW_SEED,
+    }
+
+
+def commit(file: Path) -> str:
+    """Returns a file's commit, marked if the code has changed since; "unknown" if it has none."""
+
+    def git(*arguments: str) -> str:
+        done = subprocess.run(["git", *arguments], cwd=file.parent, capture_output=True, text=True, check=True)
+        return done.stdout.strip()
+
+    try:
+        git("ls-files", "--error-unmatch", file.name)  # not some repository around an installed package
+        return git("rev-parse", "--short=12", "HEAD") + (
+            "-changed" if git("status", "--porcelain", ":/src", ":/benchmarks") else ""
+        )
+    except (OSError, subprocess.CalledProcessError):
+        return "unknown"
 
 
 def pack(prediction: Prediction, method: str, part: str) -> dict[str, Tensor]:

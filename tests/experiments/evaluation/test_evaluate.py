@@ -3,7 +3,7 @@
 import csv
 import io
 import re
-from dataclasses import replace
+from dataclasses import asdict, replace
 from pathlib import Path
 
 import numpy as np
@@ -15,13 +15,15 @@ from scipy import stats as scipy_stats
 
 import stochbn
 from stochbn.cli import main as cli
+from stochbn.distributions.seeds import member_seed
 from stochbn.experiments.data import splits as data
-from stochbn.experiments.data.sources import DataError
 from stochbn.experiments.data.splits import Split, draw_known_classes, load_split, to_inputs
-from stochbn.experiments.evaluation import diagnostics
-from stochbn.experiments.evaluation.evaluate import evaluate
-from stochbn.experiments.evaluation.inference import fit, input_batches, tune
-from stochbn.experiments.files import File, average, diagnostics_path, pack, prediction_path, unpack
+from stochbn.experiments.evaluation import diagnostics, protocols
+from stochbn.experiments.evaluation.evaluate import evaluate, evaluate_network
+from stochbn.experiments.evaluation.inference import TrainedNetwork, fit, input_batches, tune
+from stochbn.experiments.evaluation.protocols import Curve
+from stochbn.experiments.files import File, average, diagnostics_path, prediction_path, unpack
+from stochbn.experiments.methods import Drawing
 from stochbn.experiments.report.report import write_report
 from stochbn.experiments.training.checkpoints import CheckpointError, checkpoint_path, load_network, read_checkpoint
 from stochbn.experiments.training.recipes import EXPERIMENTS, RECIPES, Experiment
@@ -32,10 +34,29 @@ DROPOUT = replace(PLAIN, name="tiny-dropout", dropout=0.2)
 TINY = Experiment("tiny", PLAIN, 2, DROPOUT, 1)
 
 
+CIFAR = replace(RECIPES["vgg11"], name="small", epochs=6, width=0.05)
+
+
 def measure_little(patch: pytest.MonkeyPatch) -> None:
-    counts = {"SAMPLE_COUNTS": (1, 4), "BATCH_SIZES": (8, 16), "NUM_EXACT": 20, "NUM_BOUND": 10, "NUM_CURVE": 100}
+    counts = {"SAMPLE_COUNTS": (1, 4), "NUM_EXACT": 20, "NUM_BOUND": 10}
     for name, count in counts.items():
         patch.setattr(diagnostics, name, count)
+    curve = Curve(batch_sizes=(8, 16), num_samples=2, num_inputs=100)
+    patch.setattr(protocols, "SMALL", replace(protocols.SMALL, curve=curve))
+    curve = replace(curve, num_fit_inputs=64)
+    few = {"num_samples": 4, "num_kept": 8, "num_kept_by_stage": 6, "num_fit_batches": 9, "compiles_ends": False}
+    patch.setattr(protocols, "LARGE", replace(protocols.LARGE, curve=curve, **few))
+
+
+def put_noise_for_cifar(patch: pytest.MonkeyPatch) -> None:
+    def load_noise(train: bool, folder: Path | None) -> Split:
+        labels = torch.arange(400 if train else 200) % 10
+        random = torch.Generator().manual_seed(0)
+        images = torch.randint(0, 256, (len(labels), 3, 32, 32), dtype=torch.uint8, generator=random)
+        return Split("cifar10", images, labels, tuple("abcdefghij"))
+
+    patch.setitem(data._LOADERS, "cifar10", load_noise)
+    patch.setitem(data._NUM_VALIDATION, "cifar10", 100)
 
 
 def run(*arguments: str) -> int | str | None:
@@ -64,6 +85,7 @@ def splits() -> dict[str, Split]:
 @pytest.fixture
 def _cache(results: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("STOCHBN_DATA", str(results / "cache"))
+    measure_little(monkeypatch)
 
 
 @pytest.mark.usefixtures("_cache")
@@ -73,6 +95,7 @@ def _cache(results: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         (PLAIN, "plain", False),
         (PLAIN, "sbn", True),
         (PLAIN, "tuned", True),
+        (PLAIN, "last", True),
         (DROPOUT, "dropout", False),
         (DROPOUT, "dropout+sbn", True),
         (DROPOUT, "dropout+tuned", True),
@@ -84,13 +107,17 @@ def test_files_hold_what_the_library_predicts(
     dropout = recipe is DROPOUT
     network = load_network(checkpoint_path(recipe, 0))
     stats = fit(network, splits["train"], recipe, dropout=dropout)
+    num_samples = 6
     assert (stats.batch_size, stats.num_batches) == (16, 75)
     if method.endswith("tuned"):
         stats = tune(network, stats, splits["validation"], dropout=dropout)
+    if method == "last":
+        stats = fit(network, splits["train"], recipe, layers=["fc.norm"], family="empirical")
+        stats, num_samples = replace(stats, conditioned=True), 75  # each mini-batch once
     file = File.read(prediction_path(results, recipe.name, 0))
-    for part in ("test", "out-of-domain"):
+    for part in ("test", "out-of-domain", "validation"):
         inputs = to_inputs(splits[part].images)
-        pred = stochbn.predict(network, stats if sbn else None, inputs, num_samples=6, dropout=dropout)
+        pred = stochbn.predict(network, stats if sbn else None, inputs, num_samples=num_samples, dropout=dropout)
         probs, expected_entropy = unpack(file, method, part)
         torch.testing.assert_close(probs.float(), pred.probs, rtol=5e-3, atol=1e-3)
         torch.testing.assert_close(expected_entropy.float(), pred.aleatoric, rtol=2e-3, atol=1e-3)
@@ -99,14 +126,15 @@ def test_files_hold_what_the_library_predicts(
     assert stochbn.nll(unpack(file, method, "test")[0], labels).item() == pytest.approx(
         stochbn.nll(
             stochbn.predict(
-                network, stats if sbn else None, input_batches(splits["test"]), num_samples=6, dropout=dropout
+                network, stats if sbn else None, input_batches(splits["test"]), num_samples=num_samples, dropout=dropout
             ).probs,
             labels,
         ).item(),
         rel=1e-3,
     )
-    assert f"{method}/test/log_probs" in file.tensors
-    assert len(file.tensors) == 3 * 2 * 2 + 1
+    assert torch.equal(file.tensors["labels/validation"].long(), splits["validation"].labels)
+    assert file.header["methods"][method]["num_samples"] == (num_samples if sbn or dropout else 1)
+    assert len(file.tensors) == len(file.header["methods"]) * 3 * 2 + 2 == (26 if recipe is PLAIN else 20)
 
 
 def test_headers_tell_where_numbers_come_from(results: Path) -> None:
@@ -114,7 +142,10 @@ def test_headers_tell_where_numbers_come_from(results: Path) -> None:
     assert (header["experiment"], header["recipe"], header["seed"], header["epochs"]) == ("tiny", "tiny-dropout", 0, 2)
     assert (header["num_samples"], header["batch_size"], header["data"]) == (6, 16, "digits")
     assert header["out_of_domain"] == "glyphs"
-    assert len(header["validation_nll"]) == 2
+    assert len(header["validation_nll"]) == len(header["train_loss"]) == len(header["validation_error"]) == 2
+    assert header["settings"] == asdict(DROPOUT) | {"image_sizes": []}
+    assert list(header["methods"]) == ["dropout", "dropout+sbn", "dropout+tuned"]
+    assert {record["commit"] for record in header["methods"].values()} == {header["commit"]}
     assert header["versions"]["torch"] == torch.__version__
     assert header["command"] == "stochbn evaluate tiny --samples 6"
     assert re.fullmatch(r"[0-9a-f]{12}(-changed)?|unknown", header["commit"])
@@ -126,7 +157,7 @@ def test_what_is_current_is_not_computed_again(results: Path, monkeypatch: pytes
         raise AssertionError("computed again")
 
     before = {path.name: path.read_bytes() for path in (results / "predictions").iterdir()}
-    for name in ("predict_network", "measure"):
+    for name in ("_predict", "measure"):
         monkeypatch.setattr(f"stochbn.experiments.evaluation.evaluate.{name}", refuse)
     evaluate(TINY, results, num_samples=6, console=Console(file=io.StringIO()))
     assert {path.name: path.read_bytes() for path in (results / "predictions").iterdir()} == before
@@ -137,6 +168,103 @@ def test_what_is_current_is_not_computed_again(results: Path, monkeypatch: pytes
             evaluate(TINY, results, num_samples=6, console=Console(file=io.StringIO()))
     finally:
         damaged.write_bytes(before[damaged.name])
+
+
+@pytest.mark.usefixtures("_cache")
+def test_an_interrupted_evaluation_goes_on_where_it_was(
+    results: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    predicted: list[str] = []
+    original = TrainedNetwork.predict
+
+    def predict_some(trained: TrainedNetwork, drawing: Drawing, split: Split, **options: int) -> stochbn.Prediction:
+        if len(predicted) == 4:  # in the middle of the second method
+            predicted.append("stopped")
+            raise KeyboardInterrupt
+        predicted.append(split.name)
+        return original(trained, drawing, split, **options)
+
+    monkeypatch.setattr(TrainedNetwork, "predict", predict_some)
+    console = Console(file=io.StringIO())
+    path = prediction_path(tmp_path, "tiny", 0)
+    with pytest.raises(KeyboardInterrupt):
+        evaluate_network(TINY, PLAIN, 0, tmp_path, num_samples=6, console=console)
+    assert list(File.read(path).header["methods"]) == ["plain"]
+    assert evaluate_network(TINY, PLAIN, 0, tmp_path, num_samples=6, console=console) == path
+    assert len(predicted) == 4 + 1 + 3 * 3  # plain is not predicted again
+    whole, resumed = File.read(prediction_path(results, "tiny", 0)), File.read(path)
+    assert resumed.tensors.keys() == whole.tensors.keys()
+    assert all(torch.equal(resumed.tensors[name], tensor) for name, tensor in whole.tensors.items())
+    # Of another number of draws, what is drawn at random is predicted again, and the rest is kept.
+    evaluate_network(TINY, PLAIN, 0, tmp_path, num_samples=4, console=console)
+    assert len(predicted) == 4 + 1 + 3 * 3 + 3 * 3 - 3 + 3
+    again = File.read(path)
+    assert torch.equal(again.tensors["last/test/log_probs"], whole.tensors["last/test/log_probs"])
+    assert {key: record["num_samples"] for key, record in again.header["methods"].items()} == {
+        "plain": 1,
+        "sbn": 4,
+        "tuned": 4,
+        "last": 75,
+    }
+
+
+def test_one_network_of_cifar5(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("STOCHBN_DATA", str(tmp_path / "cache"))
+    put_noise_for_cifar(monkeypatch)
+    measure_little(monkeypatch)
+    dropout = replace(CIFAR, name="small-dropout", dropout=0.5)
+    experiment = Experiment("small", CIFAR, 2, dropout, 1)
+    console = Console(file=io.StringIO())
+    with pytest.raises(CheckpointError, match=r"Expected a checkpoint .*got none\. Train the network first"):
+        evaluate_network(experiment, CIFAR, 1, tmp_path, console=console)
+    network = load_network(train(CIFAR, 1, console=console))  # the first is still in training, say
+    file = File.read(evaluate_network(experiment, CIFAR, 1, tmp_path, console=console))
+    lasts = ["last@0.50", "last@0.71", "last@1.00", "last@1.41", "last@2.00", "last@2.83"]
+    assert list(file.header["methods"]) == ["plain", "sbn", *lasts, "stage@0.71", "stage@1.00", "stage@1.41"]
+    assert [file.header["methods"][key]["num_samples"] for key in ("plain", "sbn", "last@0.50", "stage@1.41")] == [
+        *(1, 4, 8, 6),
+    ]
+    assert (file.header["batch_size"], file.header["num_samples"], file.header["seed"]) == (16, 4, 1)
+    assert file.header["command"] == "stochbn evaluate small"
+    assert not [name for name in file.tensors if file.tensors[name].isnan().any()]
+
+    splits = {part: load_split("cifar5", part) for part in ("train", "validation", "test", "out-of-domain")}
+    patterns = {"last": ["conv8.norm"], "stage": ["conv7.norm", "conv8.norm"]}
+    for key, layers in patterns.items():
+        stats = fit(network, splits["train"], CIFAR, layers=layers, family="empirical", num_batches=9)
+        stats = replace(stats, conditioned=True, tuning=stochbn.Tuning(2**0.5))
+        assert list(stats.layers) == layers
+        for part in ("test", "out-of-domain", "validation"):
+            inputs = to_inputs(splits[part].images)
+            pred = stochbn.predict(
+                network, stats, inputs, num_samples={"last": 8, "stage": 6}[key], seed=member_seed(0, 1)
+            )
+            probs, expected_entropy = unpack(file, f"{key}@1.41", part)
+            torch.testing.assert_close(probs.float(), pred.probs, rtol=5e-3, atol=1e-3)
+            torch.testing.assert_close(expected_entropy.float(), pred.aleatoric, rtol=2e-3, atol=1e-3)
+
+    train(CIFAR, 0, console=console)
+    train(dropout, 0, console=console)
+    evaluate(experiment, tmp_path, console=console)
+    file = File.read(prediction_path(tmp_path, "small-dropout", 0))
+    assert list(file.header["methods"]) == ["dropout", "dropout+sbn"]
+    measured = File.read(diagnostics_path(tmp_path))
+    assert [row["batch_size"] for row in measured.header["by_batch_size"]] == [8, 16]
+    assert not {"bound", "statistics", "by_samples"} & measured.header.keys()  # the paper has these for LeNet-5
+    assert write_report(tmp_path, console=console).exists()
+
+
+@pytest.mark.usefixtures("_cache")
+def test_nothing_is_chosen_by_test_labels(results: Path, splits: dict[str, Split], tmp_path: Path) -> None:
+    random = torch.Generator().manual_seed(1)
+    for part in ("test", "out-of-domain"):
+        labels = torch.randint(0, 10, splits[part].labels.shape, generator=random)
+        splits[part] = replace(splits[part], labels=labels)
+    console = Console(file=io.StringIO())
+    noisy = File.read(evaluate_network(TINY, PLAIN, 0, tmp_path, num_samples=6, splits=splits, console=console))
+    file = File.read(prediction_path(results, "tiny", 0))
+    changed = {name for name, tensor in file.tensors.items() if not torch.equal(noisy.tensors[name], tensor)}
+    assert changed == {"labels"}
 
 
 @pytest.mark.usefixtures("_cache")
@@ -201,19 +329,11 @@ def test_bound_before_training_is_that_of_the_initial_network(
 
 
 def test_known_classes_are_drawn_by_an_option(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    def load_noise(train: bool, folder: Path | None) -> Split:
-        labels = torch.arange(400 if train else 200) % 10
-        random = torch.Generator().manual_seed(0)
-        images = torch.randint(0, 256, (len(labels), 3, 32, 32), dtype=torch.uint8, generator=random)
-        return Split("cifar10", images, labels, tuple("abcdefghij"))
-
-    recipe = replace(RECIPES["vgg11"], name="small", epochs=6, width=0.02)
     monkeypatch.setenv("STOCHBN_DATA", str(tmp_path / "cache"))
     monkeypatch.chdir(tmp_path)
-    monkeypatch.setitem(data._LOADERS, "cifar10", load_noise)
-    monkeypatch.setitem(data._NUM_VALIDATION, "cifar10", 100)
-    monkeypatch.setitem(RECIPES, "small", recipe)
-    monkeypatch.setitem(EXPERIMENTS, "small", Experiment("small", recipe, 1))
+    put_noise_for_cifar(monkeypatch)
+    monkeypatch.setitem(RECIPES, "small", CIFAR)
+    monkeypatch.setitem(EXPERIMENTS, "small", Experiment("small", CIFAR, 1))
     measure_little(monkeypatch)
     options = ("--samples", "2", "--threads", "1")
     assert run("train", "small", "--class-seed", "1", "--threads", "1") == 0
@@ -265,32 +385,6 @@ def test_untrained_networks(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> 
     monkeypatch.setenv("STOCHBN_DATA", str(tmp_path))
     with pytest.raises(CheckpointError, match=r"trained networks of lenet5, got none\. Train them with `stochbn train"):
         evaluate(EXPERIMENTS["lenet5"], tmp_path)
-
-
-def test_foreign_files(tmp_path: Path) -> None:
-    path = tmp_path / "file.safetensors"
-    for content in (None, b"", b"not safetensors"):
-        if content is not None:
-            path.write_bytes(content)
-        with pytest.raises(DataError, match=r"a file that `stochbn evaluate` wrote, got .*Evaluate again"):
-            File.read(path)
-
-
-@pytest.mark.parametrize("scale", [8, 20])
-def test_files_keep_likelihoods_and_tiny_uncertainties(scale: int) -> None:
-    logits = scale * torch.randn(2000, 10)
-    models = [torch.nn.Sequential(torch.nn.Linear(10, 10, bias=False)) for _ in range(3)]
-    with torch.no_grad():
-        for model in models:
-            model[0].weight.copy_(torch.eye(10) + 0.01 * torch.randn(10, 10))
-    pred = stochbn.predict(models, None, logits)
-    labels = logits.argmax(1)
-    probs, expected_entropy = unpack(File({}, pack(pred, "plain", "test")), "plain", "test")
-    assert stochbn.nll(probs, labels).item() == pytest.approx(stochbn.nll(pred.probs, labels).item(), rel=2e-3)
-    information = (stochbn.entropy(probs) - expected_entropy).clamp_min(0)
-    exact = stochbn.mutual_information(pred.samples.double())
-    assert scipy_stats.spearmanr(information, exact).statistic > 0.98
-    assert (expected_entropy > 0).double().mean() > 0.95
 
 
 def test_report_of_what_was_evaluated(results: Path) -> None:

@@ -1,5 +1,6 @@
 """Measurements on one network: exact inference, Appendices A and B, the effect of S and of M; and the gallery."""
 
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -11,52 +12,66 @@ from torch import Tensor, nn
 
 import stochbn
 from stochbn.experiments.data.splits import Split, to_inputs
-from stochbn.experiments.evaluation.inference import DRAW_SEED, fit, input_batches, predict, training_batches
-from stochbn.experiments.files import PARTS, File, average, pack, unpack
+from stochbn.experiments.evaluation.inference import fit, input_batches, predict, training_batches
+from stochbn.experiments.evaluation.protocols import Curve, Protocol
+from stochbn.experiments.files import DRAW_SEED, PARTS, File, average, pack, unpack
 from stochbn.experiments.training.recipes import Recipe
-from stochbn.statistics.batches import mini_batches
-from stochbn.statistics.normalization import BatchNormalization, evaluating, find_layers
+from stochbn.statistics.layers import find_layers
+from stochbn.statistics.mini_batches import mini_batches
+from stochbn.statistics.normalization import Answering, BatchNormalization
+from stochbn.statistics.restoring import evaluating
 
-# How many inputs, drawn at random: of each part for exact inference (at most a quarter) and for the curves, and of the
-# training data for the bound (at most a tenth).
+# How many inputs, drawn at random: of each part for exact inference (at most a quarter), and of the training data for
+# the bound (at most a tenth).
 NUM_EXACT = 500
 NUM_BOUND = 500
-NUM_CURVE = 2000
 SAMPLE_COUNTS = (1, 2, 3, 5, 10, 20, 30, 50, 100)
-BATCH_SIZES = (4, 8, 16, 32, 64, 128)
 _NUM_SHOWN_CHANNELS = 3
 _GALLERY_SIZE = 8
 
 
 def measure(
-    network: nn.Module, recipe: Recipe, splits: dict[str, Split], *, num_samples: int, console: Console
+    network: nn.Module, recipe: Recipe, splits: Mapping[str, Split], protocol: Protocol, *, console: Console
 ) -> File:
-    """Measures everything but the gallery."""
-    tensors: dict[str, Tensor] = {"labels": splits["test"].labels.to(torch.uint8)}
-    header: dict[str, Any] = {"network": f"{recipe.name} seed 0"}
-    progress = console.is_terminal
+    """Measures everything but the gallery, as far as the protocol has it."""
+    progress, curve = console.is_terminal, protocol.curve
+    file = File({"network": f"{recipe.name} seed 0"}, {"labels": splits["test"].labels.to(torch.uint8)})
+    parts = {part: splits[part][choose_rows(splits[part], curve.num_inputs)] for part in PARTS}
+    file.header["num_curve"] = {part: len(split) for part, split in parts.items()}
 
     def say(what: str) -> None:
         console.print(f"{recipe.name} seed 0: {what}", highlight=False)
 
+    if protocol.has_appendices:
+        _measure_appendices(file, network, recipe, splits, num_samples=protocol.num_samples, say=say, progress=progress)
+        say("the number of samples S")
+        stats = fit(network, splits["train"], recipe, progress=progress)
+        file.header["by_samples"] = _by_samples(network, stats, parts, progress=progress)
+    say("the mini-batch size M")
+    training = splits["train"][choose_rows(splits["train"], curve.num_fit_inputs or len(splits["train"]))]
+    file.header["by_batch_size"] = _by_batch_size(network, recipe, training, parts, curve, progress=progress)
+    return file
+
+
+def _measure_appendices(
+    file: File,
+    network: nn.Module,
+    recipe: Recipe,
+    splits: Mapping[str, Split],
+    *,
+    num_samples: int,
+    say: Callable[[str], None],
+    progress: bool,
+) -> None:
+    """Adds batch statistics, exact inference and the bound to a file."""
     say("batch statistics against r(μ) and r(σ), Appendix B")
-    statistics, header["statistics"] = _compare_statistics(network, splits["train"], recipe)
-    tensors |= statistics
+    tensors, file.header["statistics"] = _compare_statistics(network, splits["train"], recipe)
     num_exact = min(NUM_EXACT, len(splits["test"]) // 4)
     say(f"exact inference on {num_exact} inputs of each part, eq. 3")
     tensors |= _infer_exactly(network, recipe, splits, num_exact, num_samples=num_samples, progress=progress)
+    file.tensors.update(tensors)
     say("the lower bound and its gap, Appendix A")
-    header["bound"] = _bound(network, recipe, splits["train"], num_samples=num_samples, progress=progress)
-    parts = {part: splits[part][choose_rows(splits[part], NUM_CURVE)] for part in PARTS}
-    header["num_curve"] = {part: len(split) for part, split in parts.items()}
-    say("the number of samples S")
-    stats = fit(network, splits["train"], recipe, progress=progress)
-    header["by_samples"] = _by_samples(network, stats, parts, progress=progress)
-    say("the mini-batch size M")
-    header["by_batch_size"] = _by_batch_size(
-        network, recipe, splits["train"], parts, num_samples=num_samples, progress=progress
-    )
-    return File(header, tensors)
+    file.header["bound"] = _bound(network, recipe, splits["train"], num_samples=num_samples, progress=progress)
 
 
 def _compare_statistics(
@@ -70,19 +85,20 @@ def _compare_statistics(
     """
     layers = find_layers(network)
     num_batches = 0
+    normalization = BatchNormalization(layers)
     with (
         torch.random.fork_rng(devices=[]),
         torch.no_grad(),
         evaluating(network),
-        BatchNormalization(layers) as normalization,
+        Answering(normalization.answer),
     ):
         torch.manual_seed(DRAW_SEED)  # of augmentation, as in the fit
         batches = training_batches(training, recipe)
-        for inputs, groups, _ in mini_batches(batches, batch_size=recipe.mini_batch_size):
-            normalization.groups = groups
+        for inputs, count, _ in mini_batches(batches, batch_size=recipe.mini_batch_size):
+            normalization.num_batches = count
             network(inputs)
-            num_batches += groups
-        observed = normalization.take()
+            num_batches += count
+        observed = normalization.observed.take()
     tensors = {}
     for name in layers:
         values = observed[name].double()  # (B, 2, C)
@@ -101,7 +117,13 @@ def _compare_statistics(
 
 
 def _infer_exactly(
-    network: nn.Module, recipe: Recipe, splits: dict[str, Split], num_inputs: int, *, num_samples: int, progress: bool
+    network: nn.Module,
+    recipe: Recipe,
+    splits: Mapping[str, Split],
+    num_inputs: int,
+    *,
+    num_samples: int,
+    progress: bool,
 ) -> dict[str, Tensor]:
     tensors: dict[str, Tensor] = {}
     for part in PARTS:
@@ -146,7 +168,7 @@ def _bound(network: nn.Module, recipe: Recipe, training: Split, *, num_samples: 
 
 
 def _by_samples(
-    network: nn.Module, stats: stochbn.Fitted, parts: dict[Any, Split], *, progress: bool
+    network: nn.Module, stats: stochbn.Distribution, parts: dict[Any, Split], *, progress: bool
 ) -> list[dict[str, float]]:
     """Scores averages over S of the same 100 draws: the mean score of up to 10 such averages that share no draw."""
     count = max(SAMPLE_COUNTS)
@@ -169,19 +191,13 @@ def _by_samples(
 
 
 def _by_batch_size(
-    network: nn.Module,
-    recipe: Recipe,
-    training: Split,
-    parts: dict[Any, Split],
-    *,
-    num_samples: int,
-    progress: bool,
+    network: nn.Module, recipe: Recipe, training: Split, parts: dict[Any, Split], curve: Curve, *, progress: bool
 ) -> list[dict[str, float]]:
     rows = []
-    for size in BATCH_SIZES:
+    for size in curve.batch_sizes:
         stats = fit(network, training, recipe, batch_size=size, progress=progress)
         probs = {
-            part: predict(network, stats, split, num_samples=num_samples, progress=progress).probs
+            part: predict(network, stats, split, num_samples=curve.num_samples, progress=progress).probs
             for part, split in parts.items()
         }
         rows.append({"batch_size": size, **_scores(probs, parts["test"].labels)})
@@ -206,7 +222,7 @@ def _scores(probs: dict[Any, Tensor], labels: Tensor) -> dict[str, float]:
     }
 
 
-def pick_gallery(files: list[File], splits: dict[str, Split]) -> File:
+def pick_gallery(files: Sequence[File], splits: Mapping[str, Split]) -> File:
     """Picks the inputs that the plain networks with SBN together are surest and least sure of."""
     tensors = {}
     for part in PARTS:

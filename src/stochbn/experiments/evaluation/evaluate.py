@@ -1,23 +1,33 @@
-"""Trained networks → prediction files: for each network its methods on test and out-of-domain data, then diagnostics.
+"""Trained networks → prediction files: each network by all its methods, in one small file; then diagnostics of one.
 
 The test data is only ever reported: nothing here chooses anything by it.
 """
 
-import platform
-import subprocess
-from importlib.metadata import version
+import itertools
+import time
+from collections.abc import Mapping
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
 import torch
 from rich.console import Console
 
-import stochbn
-from stochbn.experiments.data.sources import DataError
 from stochbn.experiments.data.splits import Part, Split, load_split
 from stochbn.experiments.evaluation.diagnostics import measure, pick_gallery
-from stochbn.experiments.evaluation.inference import DRAW_SEED, predict_network
-from stochbn.experiments.files import FORMAT, PARTS, File, diagnostics_path, prediction_path
+from stochbn.experiments.evaluation.inference import TrainedNetwork
+from stochbn.experiments.evaluation.jobs import Job, complete
+from stochbn.experiments.evaluation.protocols import Protocol, choose_protocol
+from stochbn.experiments.files import (
+    FORMAT,
+    PREDICTED,
+    File,
+    diagnostics_path,
+    is_current,
+    pack,
+    prediction_path,
+    provenance,
+)
 from stochbn.experiments.training.checkpoints import (
     Checkpoint,
     CheckpointError,
@@ -33,7 +43,7 @@ def evaluate(
     experiment: Experiment,
     folder: Path,
     *,
-    num_samples: int = 50,
+    num_samples: int | None = None,
     data: Path | None = None,
     console: Console | None = None,
 ) -> None:
@@ -44,7 +54,7 @@ def evaluate(
     Args:
         experiment: Which networks.
         folder: Where the files go, under `predictions/`.
-        num_samples: S, draws a network.
+        num_samples: S, draws a network; by default that of the data set's protocol.
         data: Where you keep the published data files, asked before any download.
         console: Where progress goes.
 
@@ -53,45 +63,72 @@ def evaluate(
     """
     console = console or Console()
     runs = finished_runs(experiment, console)
-    recipe = experiment.recipe
-    parts: tuple[Part, ...] = ("train", "validation", *PARTS)
-    splits: dict[str, Split] = {
-        part: load_split(recipe.data, part, folder=data, class_seed=recipe.class_seed) for part in parts
-    }
-    made_by = provenance(f"stochbn evaluate {experiment.name}{experiment.options} --samples {num_samples}")
+    splits = load_splits(experiment.recipe, data)
     for recipe, seed in runs:
-        path, checkpoint = prediction_path(folder, recipe.name, seed), read_checkpoint(checkpoint_path(recipe, seed))
-        identity = {"format": FORMAT, "weights_sha256": digest(checkpoint.weights), "num_samples": num_samples}
-        if not is_current(path, identity):
-            network = load_network(checkpoint_path(recipe, seed))
-            tensors = predict_network(
-                network, recipe, seed, splits, num_samples=num_samples, progress=console.is_terminal
-            )
-            header = {
-                "kind": "predictions",
-                "experiment": experiment.name,
-                "out_of_domain": splits["out-of-domain"].name,
-                "classes": splits["test"].classes,
-            }
-            if experiment.options:
-                header["options"] = experiment.options.strip()
-            File(header | identity | _describe_run(checkpoint) | made_by, tensors).write(path)
-        console.print(f"{recipe.name} seed {seed}: predicted test and out-of-domain data", highlight=False)
+        evaluate_network(experiment, recipe, seed, folder, num_samples=num_samples, splits=splits, console=console)
     if runs[0] != (experiment.recipe, 0):
         console.print(f"{experiment.recipe.name} seed 0 is not trained: no diagnostics", highlight=False)
         return
-    network = load_network(checkpoint_path(*runs[0]))
-    path = diagnostics_path(folder)
-    identity = {"format": FORMAT, "weights_sha256": digest(network.state_dict()), "num_samples": num_samples}
-    if is_current(path, identity):
-        file = File.read(path)
-    else:
-        file = measure(network, experiment.recipe, splits, num_samples=num_samples, console=console)
-        file = File(file.header | {"kind": "diagnostics"} | identity | made_by, file.tensors)
+    protocol = choose_protocol(experiment.recipe).vary(num_samples)
     members = [prediction_path(folder, recipe.name, seed) for recipe, seed in runs if not recipe.dropout]
-    gallery = pick_gallery([File.read(member) for member in members], splits)
-    File(file.header | gallery.header, file.tensors | gallery.tensors).write(path)
-    console.print(f"{experiment.recipe.name} seed 0: diagnostics", highlight=False)
+    _diagnose(experiment, protocol, folder, members, splits, console)
+
+
+def evaluate_network(
+    experiment: Experiment,
+    recipe: Recipe,
+    seed: int,
+    folder: Path,
+    *,
+    num_samples: int | None = None,
+    data: Path | None = None,
+    splits: Mapping[str, Split] | None = None,
+    console: Console | None = None,
+) -> Path:
+    """Writes the predictions of one trained network, by all its methods, and returns their file.
+
+    Each method is written as soon as it is computed. What an interrupted call has computed is kept by the next.
+
+    Args:
+        experiment: It belongs to.
+        recipe: It was trained by.
+        seed: It was trained with.
+        folder: Where the file goes, under `predictions/`.
+        num_samples: S; by default that of the data set's protocol.
+        data: Where you keep the published data files, asked before any download.
+        splits: The parts of the data, if they are already loaded.
+        console: Where progress goes.
+
+    Raises:
+        CheckpointError: The network is not trained to the end, or by another recipe.
+    """
+    console = console or Console()
+    if not is_finished(recipe, seed):
+        load_network(checkpoint_path(recipe, seed))  # says what is missing
+    checkpoint = read_checkpoint(checkpoint_path(recipe, seed))
+    protocol, path = choose_protocol(recipe).vary(num_samples), prediction_path(folder, recipe.name, seed)
+    identity = {
+        "format": FORMAT,
+        "weights_sha256": digest(checkpoint.weights),
+        "num_samples": protocol.num_samples,
+        "draws": protocol.draws(recipe),
+    }
+    command = _command(experiment, num_samples)
+
+    def make() -> File:
+        loaded = splits or load_splits(recipe, data)
+        common = _describe(experiment, checkpoint, loaded) | identity | provenance(command)
+        return _predict(checkpoint, protocol, path, common, loaded, console)
+
+    title = f"{recipe.name} seed {seed}: predicted test, out-of-domain and validation data"
+    complete([Job(title, path, identity, make)], command=command, console=console)
+    return path
+
+
+def load_splits(recipe: Recipe, data: Path | None = None) -> dict[str, Split]:
+    """Loads every part of the data that a recipe's networks are evaluated on."""
+    parts: tuple[Part, ...] = ("train", *PREDICTED)
+    return {part: load_split(recipe.data, part, folder=data, class_seed=recipe.class_seed) for part in parts}
 
 
 def finished_runs(experiment: Experiment, console: Console) -> list[tuple[Recipe, int]]:
@@ -102,7 +139,7 @@ def finished_runs(experiment: Experiment, console: Console) -> list[tuple[Recipe
     """
     runs = []
     for recipe, seed in experiment.runs():
-        if _is_finished(recipe, seed):
+        if is_finished(recipe, seed):
             runs.append((recipe, seed))
         else:
             console.print(f"{recipe.name} seed {seed}: not trained to the end, left out", highlight=False)
@@ -115,52 +152,12 @@ def finished_runs(experiment: Experiment, console: Console) -> list[tuple[Recipe
     return runs
 
 
-def _describe_run(checkpoint: Checkpoint) -> dict[str, Any]:
-    """Returns what a report tells of a training run."""
-    recipe = checkpoint.recipe
-    return {
-        "recipe": recipe.name,
-        "seed": checkpoint.seed,
-        "data": recipe.data,
-        "batch_size": recipe.mini_batch_size,
-        "epochs": recipe.epochs,
-        "validation_nll": [epoch["validation_nll"] for epoch in checkpoint.history],
-        "train_seconds": sum(epoch["seconds"] for epoch in checkpoint.history),
-    }
+def is_finished(recipe: Recipe, seed: int) -> bool:
+    """Returns whether a network is trained to the end.
 
-
-def provenance(command: str) -> dict[str, Any]:
-    """Returns by what a number was made: the command, the commit, versions, the seed of the draws."""
-    return {
-        "command": command,
-        "commit": commit(Path(__file__)),
-        "versions": {
-            "stochbn": stochbn.__version__,
-            "torch": torch.__version__,
-            "numpy": version("numpy"),
-            "python": platform.python_version(),
-        },
-        "draw_seed": DRAW_SEED,
-    }
-
-
-def commit(file: Path) -> str:
-    """Returns a file's commit, marked if the code has changed since; "unknown" if it has none."""
-
-    def git(*arguments: str) -> str:
-        done = subprocess.run(["git", *arguments], cwd=file.parent, capture_output=True, text=True, check=True)
-        return done.stdout.strip()
-
-    try:
-        git("ls-files", "--error-unmatch", file.name)  # not some repository around an installed package
-        return git("rev-parse", "--short=12", "HEAD") + (
-            "-changed" if git("status", "--porcelain", ":/src", ":/benchmarks") else ""
-        )
-    except (OSError, subprocess.CalledProcessError):
-        return "unknown"
-
-
-def _is_finished(recipe: Recipe, seed: int) -> bool:
+    Raises:
+        CheckpointError: Its checkpoint is damaged or of another recipe.
+    """
     path = checkpoint_path(recipe, seed)
     if not path.exists():
         return False
@@ -168,15 +165,120 @@ def _is_finished(recipe: Recipe, seed: int) -> bool:
     if (checkpoint.recipe, checkpoint.seed) != (recipe, seed):
         raise CheckpointError(
             f"Expected a checkpoint of {recipe.name} as it is now, got one of another recipe or seed: {path}. "
-            "Delete it and train anew."
+            "Delete it and train again."
         )
     return checkpoint.finished
 
 
-def is_current(path: Path, identity: dict[str, Any]) -> bool:
-    """Tells whether a file is there and was made of the same."""
-    try:
-        header = File.read(path).header
-    except DataError:
-        return False
-    return all(header.get(key) == value for key, value in identity.items())
+def _predict(
+    checkpoint: Checkpoint,
+    protocol: Protocol,
+    path: Path,
+    common: dict[str, Any],
+    splits: Mapping[str, Split],
+    console: Console,
+) -> File:
+    """Predicts by every method, on top of what the file already holds of the same network."""
+    recipe, seed = checkpoint.recipe, checkpoint.seed
+    tensors, records = _resume(path, common)
+    tensors |= {"labels": splits["test"].labels.to(torch.uint8)}
+    tensors |= {"labels/validation": splits["validation"].labels.to(torch.uint8)}
+    trained = TrainedNetwork(
+        load_network(checkpoint_path(recipe, seed)),
+        recipe,
+        seed,
+        splits,
+        num_fit_batches=protocol.num_fit_batches,
+        progress=console.is_terminal,
+    )
+    left = [method for method in protocol.methods(recipe) if method.key not in records]
+    for alike, group in itertools.groupby(left, lambda method: replace(method.drawing, spread=None)):
+        methods, start = list(group), time.perf_counter()
+        most, drawings = common["draws"][methods[0].key], [method.drawing for method in methods]
+        compiles = protocol.compiles_ends and alike.layers != "all"
+        for part in PREDICTED:
+            predictions = trained.predict_together(drawings, splits[part], num_samples=most, compiles=compiles)
+            for method, prediction in zip(methods, predictions, strict=True):
+                tensors |= pack(prediction, method.key, part)
+        seconds = time.perf_counter() - start
+        records |= {
+            method.key: {
+                "num_samples": trained.num_draws(method.drawing, most),
+                "seconds": round(seconds / len(methods), 1),
+                "commit": common["commit"],
+            }
+            for method in methods
+        }
+        done = {key: common["draws"][key] for key in records}
+        File(common | {"draws": done, "methods": records}, tensors).write(path)
+        names = ", ".join(method.key for method in methods)
+        console.print(f"{recipe.name} seed {seed}: {names}, {seconds:.0f} s", highlight=False, soft_wrap=True)
+    return File(common | {"methods": records}, tensors)
+
+
+def _resume(path: Path, common: dict[str, Any]) -> tuple[dict[str, Any], dict[str, Any]]:
+    """Returns tensors and records of the methods that a file of the same network already has."""
+    if not is_current(path, {key: common[key] for key in ("format", "weights_sha256", "draw_seed")}):
+        return {}, {}
+    file = File.read(path)
+    kept = {key for key, most in file.header["draws"].items() if common["draws"].get(key) == most}
+    tensors = {name: tensor for name, tensor in file.tensors.items() if name.split("/")[0] in kept}
+    return tensors, {key: record for key, record in file.header["methods"].items() if key in kept}
+
+
+def _describe(experiment: Experiment, checkpoint: Checkpoint, splits: Mapping[str, Split]) -> dict[str, Any]:
+    """Returns what a report says of a training run."""
+    recipe, history = checkpoint.recipe, checkpoint.history
+    header = {
+        "kind": "predictions",
+        "experiment": experiment.name,
+        "out_of_domain": splits["out-of-domain"].name,
+        "classes": splits["test"].classes,
+        "recipe": recipe.name,
+        "settings": asdict(recipe),
+        "seed": checkpoint.seed,
+        "data": recipe.data,
+        "batch_size": recipe.mini_batch_size,
+        "epochs": recipe.epochs,
+        "train_seconds": sum(epoch["seconds"] for epoch in history),
+    }
+    for key in ("train_loss", "validation_nll", "validation_error"):
+        header[key] = [epoch[key] for epoch in history]
+    if experiment.options:
+        header["options"] = experiment.options.strip()
+    return header
+
+
+def _diagnose(
+    experiment: Experiment,
+    protocol: Protocol,
+    folder: Path,
+    members: list[Path],
+    splits: Mapping[str, Split],
+    console: Console,
+) -> None:
+    """Measures the first plain network and picks the gallery, which changes with every network that is added."""
+    network = load_network(checkpoint_path(experiment.recipe, 0))
+    identity = {
+        "format": FORMAT,
+        "weights_sha256": digest(network.state_dict()),
+        "num_samples": protocol.num_samples,
+        "curve": asdict(protocol.curve),
+    }
+    path = diagnostics_path(folder)
+
+    def make() -> File:
+        file = measure(network, experiment.recipe, splits, protocol, console=console)
+        return File(file.header | {"kind": "diagnostics"}, file.tensors)
+
+    command = _command(experiment, protocol.num_samples)
+    complete(
+        [Job(f"{experiment.recipe.name} seed 0: diagnostics", path, identity, make)], command=command, console=console
+    )
+    file, gallery = File.read(path), pick_gallery([File.read(member) for member in members], splits)
+    File(file.header | gallery.header, file.tensors | gallery.tensors).write(path)
+
+
+def _command(experiment: Experiment, num_samples: int | None) -> str:
+    samples = "" if num_samples is None else f" --samples {num_samples}"
+    return f"stochbn evaluate {experiment.name}{experiment.options}{samples}"

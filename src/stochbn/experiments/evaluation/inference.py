@@ -1,7 +1,9 @@
 """One trained network → its distribution and its predictions, on whole splits."""
 
 import warnings
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import replace
+from functools import cache
 from typing import Any
 
 import torch
@@ -10,40 +12,145 @@ from torch import Tensor, nn
 import stochbn
 from stochbn.distributions.seeds import derive_seed, member_seed
 from stochbn.experiments.data.splits import Split, to_inputs
-from stochbn.experiments.files import PARTS, pack
+from stochbn.experiments.files import DRAW_SEED
+from stochbn.experiments.methods import Drawing
+from stochbn.experiments.training.networks import LAST_STAGES
 from stochbn.experiments.training.recipes import Recipe
 from stochbn.experiments.training.train import augment
+from stochbn.inference.engine import Source
+from stochbn.inference.prediction import Average, Link
+from stochbn.statistics.layers import all_batch_norms
 
-DRAW_SEED = 0
 _INFERENCE_BATCH = 250
 _FIT_BATCH = 512
 
 
-def predict_network(
-    network: nn.Module, recipe: Recipe, seed: int, splits: dict[str, Split], *, num_samples: int, progress: bool = False
-) -> dict[str, Tensor]:
-    """Fits a network's distribution on training data, tunes it on validation data and predicts with it and without.
+class TrainedNetwork:
+    """A trained network with its data, and the distributions that methods draw from, each fitted once.
 
     Networks of different seeds have draws of their own, as members of an ensemble have in `stochbn.predict`.
+
+    Args:
+        network: In any mode.
+        recipe: It was trained by.
+        seed: It was trained with.
+        splits: Parts of the data by name: "train" to fit on, "validation" to tune on.
+        num_fit_batches: How many mini-batches the statistics of real mini-batches are taken from; by default from all.
+        progress: Whether to show progress bars.
     """
-    dropout = recipe.dropout > 0
-    stats = fit(network, splits["train"], recipe, dropout=dropout, progress=progress)
-    tuned = tune(network, stats, splits["validation"], seed=seed, dropout=dropout, progress=progress)
-    tensors = {"labels": splits["test"].labels.to(torch.uint8)}
-    for part in PARTS:
-        for method, source in (("", None), ("sbn", stats), ("tuned", tuned)):
-            prediction = predict(
-                network,
-                source,
-                splits[part],
-                num_samples=num_samples,
-                seed=member_seed(DRAW_SEED, seed),
-                dropout=dropout,
-                progress=progress,
-            )
-            name = "+".join(filter(None, ("dropout" if dropout else "", method))) or "plain"
-            tensors |= pack(prediction, name, part)
-    return tensors
+
+    def __init__(
+        self,
+        network: nn.Module,
+        recipe: Recipe,
+        seed: int,
+        splits: Mapping[str, Split],
+        *,
+        num_fit_batches: int | None = None,
+        progress: bool = False,
+    ) -> None:
+        self.network = network
+        self.recipe = recipe
+        self.seed = seed
+        self.splits = splits
+        self.num_fit_batches = num_fit_batches
+        self.progress = progress
+        self.distribution = cache(self._distribution)
+        self._fit = cache(self._fit_once)
+
+    def _distribution(self, drawing: Drawing) -> stochbn.Distribution | None:
+        """Returns what a method draws from, tuned on validation data where it is to be; None without SBN."""
+        if drawing.family is None:
+            return None
+        if drawing.family == "exact" or drawing.apart or drawing.tuned == "ensemble":
+            raise ValueError(f"Expected a distribution of one network as it was fitted, got {drawing}.")
+        stats = replace(self._fit(drawing.family, drawing.layers, drawing.dropout), conditioned=drawing.conditioned)
+        if drawing.spread is not None:
+            return replace(stats, tuning=stochbn.Tuning(drawing.spread))
+        if drawing.tuned is None:
+            return stats
+        tuned: stochbn.Distribution = tune(
+            self.network,
+            stats,
+            self.splits["validation"],
+            seed=self.seed,
+            num_groups=min(3, len(stats.layers)) if drawing.tuned == "layers" else 1,
+            dropout=drawing.dropout,
+            progress=self.progress,
+        )
+        return tuned
+
+    def _fit_once(self, family: str, layers: str, dropout: bool) -> stochbn.Distribution:
+        chosen = {
+            "all": None,
+            "stage": LAST_STAGES[self.recipe.network],
+            "last": list(all_batch_norms(self.network))[-1:],
+        }
+        return fit(
+            self.network,
+            self.splits["train"],
+            self.recipe,
+            num_batches=self.num_fit_batches if family == "empirical" else None,
+            layers=chosen[layers],
+            family=family,
+            dropout=dropout,
+            progress=self.progress,
+        )
+
+    def num_draws(self, drawing: Drawing, at_most: int) -> int:
+        """Returns how many networks a method draws: one without noise, each mini-batch that was kept at most once."""
+        stats = self.distribution(drawing)
+        if stats is None and not drawing.dropout:
+            return 1
+        return min(at_most, len(stats.observations)) if isinstance(stats, stochbn.Empirical) else at_most
+
+    def predict(
+        self,
+        drawing: Drawing,
+        split: Split,
+        *,
+        num_samples: int,
+        link: Link = "softmax",
+        compiles: bool = False,
+        keep_samples: bool = False,
+    ) -> stochbn.Prediction:
+        """Predicts a whole split by a method, with `num_draws(drawing, num_samples)` networks."""
+        return predict(
+            self.network,
+            self.distribution(drawing),
+            split,
+            num_samples=self.num_draws(drawing, num_samples),
+            seed=member_seed(DRAW_SEED, self.seed),
+            link=link,
+            dropout=drawing.dropout,
+            compiles=compiles,
+            keep_samples=keep_samples,
+            progress=self.progress,
+        )
+
+    def predict_together(
+        self, drawings: Sequence[Drawing], split: Split, *, num_samples: int, compiles: bool = False
+    ) -> list[stochbn.Prediction]:
+        """Predicts by methods that differ in their spread alone, as `predict` would one by one.
+
+        What comes before the first drawn layer is then computed once for all of them. Where the last layer alone is
+        drawn that is nearly everything.
+        """
+        if len(drawings) == 1:
+            return [self.predict(drawings[0], split, num_samples=num_samples, compiles=compiles)]
+        count, seed = self.num_draws(drawings[0], num_samples), member_seed(DRAW_SEED, self.seed)
+        sources = [stats for drawing in drawings if (stats := self.distribution(drawing)) is not None]
+        draws = _concatenate([stats.sample(count, seed=seed) for stats in sources])
+        outputs = predict(
+            self.network, draws, split, num_samples=1, link="identity", compiles=compiles, keep_samples=True
+        ).samples
+        assert outputs is not None
+        predictions = []
+        for part in outputs.split(count):  # (S, N, K)
+            average = Average("softmax", keep_samples=False)
+            average.add(part, 1 / count)
+            predictions.append(average.prediction())
+        return predictions
 
 
 def fit(
@@ -52,11 +159,12 @@ def fit(
     recipe: Recipe,
     *,
     batch_size: int | None = None,
-    layers: list[str] | None = None,
+    num_batches: int | None = None,
+    layers: Sequence[str] | None = None,
     family: Any = "factorized",
     dropout: bool = False,
     progress: bool = False,
-) -> stochbn.Fitted:
+) -> stochbn.Distribution:
     """Fits on all training data, augmented as in training, with the recipe's mini-batch size or another."""
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(DRAW_SEED)  # of dropout and augmentation
@@ -64,6 +172,7 @@ def fit(
             network,
             training_batches(training, recipe),
             batch_size=batch_size or recipe.mini_batch_size,
+            num_batches=num_batches,
             layers=layers,
             family=family,
             dropout=dropout,
@@ -77,7 +186,7 @@ def tune(
     validation: Split,
     *,
     seed: int = 0,
-    groups: int = 1,
+    num_groups: int = 1,
     dropout: bool = False,
     progress: bool = False,
 ) -> Any:
@@ -89,7 +198,7 @@ def tune(
             network,
             stats,
             list(zip(inputs, validation.labels.split(_INFERENCE_BATCH), strict=True)),
-            groups=groups,
+            num_groups=num_groups,
             seed=derive_seed(member_seed(DRAW_SEED, seed), "tune"),
             dropout=dropout,
             progress=progress,
@@ -98,12 +207,14 @@ def tune(
 
 def predict(
     network: nn.Module,
-    stats: stochbn.Fitted | None,
+    stats: Source,
     split: Split,
     *,
     num_samples: int,
     seed: int = DRAW_SEED,
+    link: Link = "softmax",
     dropout: bool = False,
+    compiles: bool = False,
     keep_samples: bool = False,
     progress: bool = False,
 ) -> stochbn.Prediction:
@@ -114,7 +225,9 @@ def predict(
         input_batches(split),
         num_samples=num_samples,
         seed=seed,
+        link=link,
         dropout=dropout,
+        compile=compiles,
         keep_samples=keep_samples,
         progress=progress,
     )
@@ -131,3 +244,11 @@ def training_batches(training: Split, recipe: Recipe) -> Iterator[Tensor]:
 def input_batches(split: Split, size: int = _INFERENCE_BATCH) -> list[Tensor]:
     """Returns a split's inputs in batches."""
     return [to_inputs(images) for images in split.images.split(size)]
+
+
+def _concatenate(parts: Sequence[stochbn.Draws]) -> stochbn.Draws:
+    return replace(
+        parts[0],
+        buffers={name: torch.cat([part.buffers[name] for part in parts]) for name in parts[0].buffers},
+        shares={name: torch.cat([part.shares[name] for part in parts]) for name in parts[0].shares},
+    )

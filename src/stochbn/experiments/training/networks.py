@@ -9,6 +9,9 @@ from collections import OrderedDict
 from torch import Tensor, nn
 from torch.nn import functional as F
 
+# The layers behind the last reduction of resolution inside each network, as patterns of names.
+LAST_STAGES = {"lenet5": ("fc.*",), "vgg11": ("conv7.*", "conv8.*"), "resnet18": ("stage4.*",)}
+
 
 def lenet5(num_classes: int = 10, in_channels: int = 1, *, width: float = 1.0, dropout: float = 0.0) -> nn.Sequential:
     """Builds LeNet-5 for 28 × 28 images: 20 and 50 channels of 5 × 5, then 500 units.

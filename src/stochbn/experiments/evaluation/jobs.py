@@ -1,0 +1,42 @@
+"""Jobs → files: each file is made once, and again when what it is made of has changed."""
+
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from rich.console import Console
+
+from stochbn.experiments.files import File, is_current, provenance
+
+
+@dataclass(frozen=True)
+class Job:
+    """A file to make.
+
+    Attributes:
+        title: What a log says of it.
+        path: Where the file lies.
+        identity: What it is made of, in JSON values. A file whose header has the same is left alone.
+        make: Computes the file. Its header need hold neither the identity nor the provenance.
+    """
+
+    title: str
+    path: Path
+    identity: Mapping[str, Any]
+    make: Callable[[], File]
+
+
+def complete(jobs: Iterable[Job], *, command: str, console: Console) -> None:
+    """Makes the file of every job that has none, one after the other, and writes each whole as soon as it is made.
+
+    Args:
+        jobs: In the order in which they are done; those from a generator are asked for one by one.
+        command: What a user would type to get these files.
+        console: Where a line for each job goes.
+    """
+    for job in jobs:
+        if not is_current(job.path, job.identity):
+            file = job.make()
+            File({**file.header, **job.identity, **provenance(command)}, file.tensors).write(job.path)
+        console.print(job.title, highlight=False, soft_wrap=True)

@@ -1,0 +1,116 @@
+"""Which methods predict with the networks of a data set, with how many draws, and what is measured besides.
+
+A pass of one network over the 12,500 images of CIFAR5 that are predicted takes minutes on one core, over the 25,000 of
+MNIST seconds. So the numbers of draws differ, and on CIFAR5 nothing is tuned here: spreads and temperatures are chosen
+later, from the predictions on validation images.
+"""
+
+from dataclasses import dataclass, replace
+
+from stochbn.experiments.methods import METHODS, SPREADS, Method
+from stochbn.experiments.training.recipes import Recipe
+
+
+@dataclass(frozen=True)
+class Curve:
+    """How the effect of M is measured on one network with SBN.
+
+    Attributes:
+        batch_sizes: Each M.
+        num_samples: Draws.
+        num_inputs: At most so many of test and of out-of-domain images.
+        num_fit_inputs: Training images that the statistics are fitted on; None takes all.
+    """
+
+    batch_sizes: tuple[int, ...]
+    num_samples: int
+    num_inputs: int
+    num_fit_inputs: int | None = None
+
+
+@dataclass(frozen=True)
+class Protocol:
+    """What `evaluate` computes.
+
+    Attributes:
+        num_samples: S, draws of each method that is drawn at random.
+        plain: Methods of networks without dropout.
+        dropout: Methods of networks with it.
+        curve: Of the effect of M.
+        num_kept: Draws of the methods that take statistics of real mini-batches, each once.
+        num_kept_by_stage: The same where the whole last stage is drawn, which is more expensive.
+        num_fit_batches: How many mini-batches those are taken from; None takes all.
+        compiles_ends: Whether predictions that draw the end of the network alone are compiled.
+        has_appendices: Whether exact inference, Appendices A and B and the effect of S are measured too.
+    """
+
+    num_samples: int
+    plain: tuple[Method, ...]
+    dropout: tuple[Method, ...]
+    curve: Curve
+    num_kept: int = 256
+    num_kept_by_stage: int = 256
+    num_fit_batches: int | None = None
+    compiles_ends: bool = False
+    has_appendices: bool = True
+
+    def draws(self, recipe: Recipe) -> dict[str, int]:
+        """Returns the key of every method for a network, with the most networks that it draws."""
+        return {method.key: self._num_draws(method) for method in self.methods(recipe)}
+
+    def methods(self, recipe: Recipe) -> tuple[Method, ...]:
+        """Returns the methods for a network."""
+        return self.dropout if recipe.dropout else self.plain
+
+    def vary(self, num_samples: int | None) -> "Protocol":
+        """Returns the protocol with another S, also in the curve; None leaves it."""
+        if num_samples is None:
+            return self
+        return replace(self, num_samples=num_samples, curve=replace(self.curve, num_samples=num_samples))
+
+    def _num_draws(self, method: Method) -> int:
+        if not method.drawing.exhaustive:
+            return self.num_samples
+        return self.num_kept_by_stage if method.drawing.layers == "stage" else self.num_kept
+
+
+def _methods(*keys: str) -> tuple[Method, ...]:
+    return tuple(METHODS[key] for key in keys)
+
+
+SMALL = Protocol(
+    num_samples=50,
+    plain=_methods("plain", "sbn", "tuned", "last"),
+    dropout=_methods("dropout", "dropout+sbn", "dropout+tuned"),
+    curve=Curve(batch_sizes=(4, 8, 16, 32, 64, 128), num_samples=50, num_inputs=2000),
+)
+_PLAIN = (*_methods("plain", "sbn"), *(METHODS["last"].at(spread) for spread in SPREADS))
+LARGE = Protocol(
+    num_samples=20,  # ten antithetic pairs, about as accurate as 60 independent draws (results/draws.json)
+    plain=(*_PLAIN, *(METHODS["stage"].at(spread) for spread in SPREADS[1:4])),
+    dropout=_methods("dropout", "dropout+sbn"),
+    curve=Curve(batch_sizes=(8, 16, 32, 64, 128), num_samples=8, num_inputs=1000, num_fit_inputs=8192),
+    num_kept_by_stage=32,  # at three spreads 7 minutes for VGG-11; 256 at six would take two hours
+    num_fit_batches=256,
+    # 256 draws in VGG-11's last layer take 6 ms an image then, and 52 ms without, where a plain pass takes 8 ms; six
+    # spreads together take 21 ms. Draws in all layers gain nothing: convolutions are most of them.
+    compiles_ends=True,
+    has_appendices=False,  # the paper shows them for LeNet-5
+)
+
+
+# The last stage of ResNet-18 is a quarter of its work: a draw there costs eight times what it does in VGG-11.
+LARGEST = replace(LARGE, plain=(*_PLAIN, METHODS["stage"].at(1.0)), num_kept_by_stage=16)
+
+
+def choose_protocol(recipe: Recipe) -> Protocol:
+    """Returns the protocol of a recipe's data set and network.
+
+    Example:
+        >>> from stochbn.experiments.training.recipes import RECIPES
+        >>> list(choose_protocol(RECIPES["vgg11-dropout"]).draws(RECIPES["vgg11-dropout"]).items())
+        [('dropout', 20), ('dropout+sbn', 20)]
+    """
+    if not recipe.data.startswith("cifar"):
+        return SMALL
+    return LARGEST if recipe.network == "resnet18" else LARGE
