@@ -59,24 +59,26 @@ def test_fit_and_predict_give_the_library_s_numbers(run, own):
 
 @pytest.mark.filterwarnings("ignore:The NLL is lowest at")
 def test_tune_gives_the_library_s_numbers(run, own):
-    run("fit", family="empirical", size=3, conditioned=True)
+    run("fit", family="empirical", num_kept=3, conditioned=True)
     fitted = stochbn.load("net.sbn.safetensors")
     assert len(fitted.observations) == 3
     assert fitted.conditioned
-    code, out, err = run("tune", temperature=True, samples=4, groups=2)
+    code, out, err = run("tune", choose="both", samples=4, num_groups=2)
     assert code == 0, err
     tuned = stochbn.load("tuned.sbn.safetensors")
     labels = (own["x"][:, 0] > 0).long()
     loader = DataLoader(TensorDataset(own["x"], labels), 128)
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
-        expected = stochbn.tune(own["model"], fitted, loader, temperature=True, groups=2, num_samples=4, progress=False)
+        expected = stochbn.tune(
+            own["model"], fitted, loader, choose="both", num_groups=2, num_samples=4, progress=False
+        )
     assert tuned.tuning == expected.tuning
     assert f"temperature {tuned.tuning.temperature:.3g}." in out
     assert run("predict", stats="tuned.sbn.safetensors", samples=3)[0] == 0
     prediction = stochbn.predict(own["model"], expected, own["x"], num_samples=3)
     torch.testing.assert_close(read_csv("pred.csv")["entropy"], prediction.entropy)
-    assert "Chose spread 1, temperature" in run("tune", no_spread=True, temperature=True)[1]
+    assert "Chose spread 1, temperature" in run("tune", choose="temperature")[1]
 
 
 def test_tune_needs_labels(run, refused, own):
@@ -103,6 +105,10 @@ def test_fit_takes_its_options(run, own):
     assert repr(fitted) == "Factorized(1 layers, 5 channels, batch_size=8, num_batches=3)"
     assert fitted.layers["5"].moments.mean.shape == expected.layers["5"].moments.mean.shape
     assert fitted.excluded == ("1",)
+    run("fit", layers="last", family="lowrank", rank=2)
+    fitted = stochbn.load("net.sbn.safetensors")
+    assert list(fitted.layers) == ["5"]
+    assert len(fitted.factors) == 2
 
 
 def test_every_command_sets_the_number_of_threads(run, monkeypatch):
@@ -174,6 +180,8 @@ def test_outputs_at_many_places_need_arrays(run, refused, own):
         ("fit", {"batch_size": None}, "Expected --batch-size, the mini-batch size of training"),
         ("fit", {"layers": "layer4.*"}, r"Expected layers= to name BatchNorm layers, got \['layer4.\*'\]"),
         ("fit", {"batch_size": 1}, "Invalid value for '--batch-size'"),
+        ("fit", {"standard_error": 0}, "Expected a standard_error above 0, got 0.0"),
+        ("fit", {"family": "cauchy"}, "Expected family to be one of .*, got 'cauchy'"),
         ("fit", {"checkpoint": None}, "Missing option '--checkpoint'"),
         ("predict", {"out": "pred.txt"}, "Expected --out to end in .csv or .npz, got pred.txt"),
         ("predict", {"stats": "missing.safetensors"}, "No such file or directory"),

@@ -33,12 +33,16 @@ def fit(
     num_batches: Annotated[
         int | None, typer.Option(metavar="N", min=2, help="Use only that many mini-batches.")
     ] = None,
+    standard_error: Annotated[
+        float | None, typer.Option(metavar="X", min=0, help="Stop once every centre is this certain, such as 0.01.")
+    ] = None,
     layers: Annotated[
-        list[str] | None, typer.Option(help="BatchNorm layers to draw, as 'layer4.*'; repeatable. By default all.")
+        list[str] | None, typer.Option(help="BatchNorm layers to draw: last, or as 'layer4.*'; repeatable.")
     ] = None,
     family: Annotated[str, typer.Option(help="factorized, as in the paper, lowrank, or empirical.")] = "factorized",
-    size: Annotated[
-        int | None, typer.Option(metavar="N", min=1, help="Factors of lowrank, mini-batches of empirical.")
+    rank: Annotated[int | None, typer.Option(metavar="N", min=1, help="Factors of lowrank; 10 by default.")] = None,
+    num_kept: Annotated[
+        int | None, typer.Option(metavar="N", min=1, help="Mini-batches of empirical; 256 by default.")
     ] = None,
     conditioned: Annotated[bool, typer.Option("--conditioned", help="Count inputs into their mini-batch.")] = False,
     dropout: Dropout = False,
@@ -60,8 +64,9 @@ def fit(
     _prepare_out(out, checkpoint, data)
     model = load_model(factory, checkpoint, device)
     loader = load_data(data, model, batch_size, shuffle=True)
-    options: dict[str, Any] = {"batch_size": batch_size, "num_batches": num_batches, "layers": layers or None}
-    options |= {"family": family, "size": size, "conditioned": conditioned, "dropout": dropout}
+    options: dict[str, Any] = {"batch_size": batch_size, "num_batches": num_batches, "standard_error": standard_error}
+    options |= {"layers": "last" if layers == ["last"] else layers or None, "family": family, "rank": rank}
+    options |= {"num_kept": num_kept, "conditioned": conditioned, "dropout": dropout}
     stats = stochbn.fit(model, loader, progress=sys.stderr.isatty(), **options)
     stats.save(out)
     say(f"Fitted {stats}.\nWrote {out}")
@@ -73,9 +78,10 @@ def tune(
     stats: Annotated[Path, typer.Option(help="What fit wrote.")],
     data: Annotated[str, typer.Option(help="Held-out inputs x with labels y, in the same forms as for fit.")],
     out: StatsOut,
-    spread: Annotated[bool, typer.Option(help="Choose the spread, or leave the fitted one.")] = True,
-    temperature: Annotated[bool, typer.Option("--temperature", help="Choose a temperature too.")] = False,
-    groups: Annotated[int, typer.Option(metavar="N", min=1, help="Groups of layers with a spread of their own.")] = 1,
+    choose: Annotated[str, typer.Option(help="spread, temperature at the fitted spread, or both.")] = "spread",
+    num_groups: Annotated[
+        int, typer.Option(metavar="N", min=1, help="Groups of layers with a spread of their own.")
+    ] = 1,
     samples: Annotated[int, typer.Option(metavar="N", min=2, help="Networks drawn for each spread that is tried.")] = 8,
     batch_size: InputsAtOnce = 128,
     dropout: Dropout = False,
@@ -95,8 +101,7 @@ def tune(
     _prepare_out(out, checkpoint, data, stats)
     model = load_model(factory, checkpoint, device)
     loader = load_data(data, model, batch_size)
-    options: dict[str, Any] = {"spread": spread, "temperature": temperature, "groups": groups}
-    options |= {"num_samples": samples, "dropout": dropout}
+    options: dict[str, Any] = {"choose": choose, "num_groups": num_groups, "num_samples": samples, "dropout": dropout}
     tuned = stochbn.tune(model, stochbn.load(stats), loader, progress=sys.stderr.isatty(), **options)
     tuned.save(out)
     tuning = tuned.tuning
