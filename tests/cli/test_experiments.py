@@ -184,7 +184,7 @@ def test_evaluate_passes_its_options_on(run, steps):
     assert run("evaluate", "lenet5", "--out", "o", "--samples", "5", "--folder", "d", "--threads", "1")[0] == 0
     lenet5 = EXPERIMENTS["lenet5"]
     assert steps == [
-        ("evaluate", lenet5, Path("results/lenet5"), 50, None),
+        ("evaluate", lenet5, Path("results/lenet5"), None, None),
         ("evaluate", lenet5, Path("o"), 5, Path("d")),
     ]
 
@@ -218,10 +218,10 @@ def test_changes_reach_every_step(run, steps):
     assert run("reproduce", "vgg11", "--epochs", "2", "--class-seed", "3")[0] == 0
     folder = Path("results/vgg11-classes3-2epochs")
     trained = [("train", recipe, seed) for recipe, seed in changed.runs()]
-    assert steps == [*trained, ("evaluate", changed, folder, 50, None), ("report", folder)]
+    assert steps == [*trained, ("evaluate", changed, folder, None, None), ("report", folder)]
     steps.clear()
     assert run("evaluate", "vgg11", "--class-seed", "3", "--epochs", "2")[0] == 0
-    assert steps == [("evaluate", changed, folder, 50, None)]
+    assert steps == [("evaluate", changed, folder, None, None)]
 
 
 def test_demo_is_the_digits_with_one_thread(run, steps, monkeypatch):
@@ -232,5 +232,5 @@ def test_demo_is_the_digits_with_one_thread(run, steps, monkeypatch):
     digits = EXPERIMENTS["digits"]
     assert used[0] == 1
     assert steps[: len(digits.runs())] == [("train", recipe, seed) for recipe, seed in digits.runs()]
-    assert steps[len(digits.runs()) :] == [("evaluate", digits, Path("demo"), 50, None), ("report", Path("demo"))]
+    assert steps[len(digits.runs()) :] == [("evaluate", digits, Path("demo"), None, None), ("report", Path("demo"))]
     assert "Open demo/index.html\n" in out

@@ -8,7 +8,7 @@ import typer
 from typer.testing import CliRunner
 
 from stochbn.cli.commands import PANELS
-from stochbn.cli.options import CHANGES, Folder, Samples, Threads, changes_recipe
+from stochbn.cli.options import CHANGES, Folder, ProtocolSamples, Samples, Threads, changes_recipe
 from stochbn.experiments.training.recipes import Recipe
 
 SIGNATURES = {command.__name__: inspect.signature(command) for commands in PANELS.values() for command in commands}
@@ -21,7 +21,8 @@ MODELS = ["fit", "tune", "predict"]
     [
         ("threads", Threads, ["demo", *EXPERIMENTS, *MODELS]),
         ("folder", Folder, ["data", *EXPERIMENTS]),
-        ("samples", Samples, ["evaluate", "reproduce", "study", "predict"]),
+        ("samples", Samples, ["study", "predict"]),
+        ("samples", ProtocolSamples, ["evaluate", "reproduce"]),
         *((name, declared, ["train", "evaluate", "reproduce"]) for name, declared in CHANGES.items()),
     ],
 )

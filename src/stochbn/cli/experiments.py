@@ -10,7 +10,7 @@ import typer
 from rich.table import Table
 
 from stochbn.cli.console import console, say
-from stochbn.cli.options import ExperimentName, Folder, Results, Samples, Threads, changes_recipe
+from stochbn.cli.options import ExperimentName, Folder, ProtocolSamples, Results, Samples, Threads, changes_recipe
 from stochbn.experiments.training.recipes import EXPERIMENTS, RECIPES, Experiment
 
 T = TypeVar("T")
@@ -31,7 +31,7 @@ def demo(
 
     Example: `stochbn demo --out demo`
     """
-    _reproduce(EXPERIMENTS["digits"], out, samples=50, folder=None)
+    _reproduce(EXPERIMENTS["digits"], out, samples=None, folder=None)
 
 
 def data(
@@ -109,7 +109,7 @@ def train(
 def evaluate(
     experiment: ExperimentName,
     out: Results = None,
-    samples: Samples = 50,
+    samples: ProtocolSamples = None,
     folder: Folder = None,
     threads: Threads = None,
     *,
@@ -151,7 +151,7 @@ def report(
 def reproduce(
     experiment: ExperimentName,
     out: Results = None,
-    samples: Samples = 50,
+    samples: ProtocolSamples = None,
     folder: Folder = None,
     threads: Threads = None,
     *,
@@ -206,7 +206,7 @@ def study(
     say(f"Wrote {write_study(results, out or Path('results', 'beyond', experiment), console)}")
 
 
-def _reproduce(experiment: Experiment, out: Path | None, samples: int, folder: Path | None) -> None:
+def _reproduce(experiment: Experiment, out: Path | None, samples: int | None, folder: Path | None) -> None:
     from stochbn.experiments.training.train import train
 
     runs = experiment.runs()
@@ -216,7 +216,7 @@ def _reproduce(experiment: Experiment, out: Path | None, samples: int, folder: P
     report(_evaluate(experiment, out, samples, folder))
 
 
-def _evaluate(experiment: Experiment, out: Path | None, samples: int, folder: Path | None) -> Path:
+def _evaluate(experiment: Experiment, out: Path | None, samples: int | None, folder: Path | None) -> Path:
     from stochbn.experiments.evaluation.evaluate import evaluate
 
     results = out or Path("results", experiment.recipe.name)

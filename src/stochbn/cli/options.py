@@ -24,6 +24,12 @@ Threads = Annotated[
     typer.Option(metavar="N", min=1, callback=_use_threads, help="Threads that torch uses; by default one per core."),
 ]
 Samples = Annotated[int, typer.Option(metavar="N", min=1, help="Networks drawn for each prediction.")]
+ProtocolSamples = Annotated[
+    int | None,
+    typer.Option(
+        "--samples", metavar="N", min=1, help="Networks drawn for each prediction.", show_default="50; 20 for CIFAR5"
+    ),
+]
 
 # Of the experiments. `--folder` has published files, `--data` is for those of a user.
 Folder = Annotated[
