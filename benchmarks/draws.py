@@ -24,7 +24,7 @@ from torch.quasirandom import SobolEngine
 
 import stochbn
 from benchmarks.machine import describe
-from stochbn.distributions import base as distributions
+from stochbn.distributions import factorized
 from stochbn.distributions.seeds import antithetic_normal, derive_seed
 from stochbn.experiments.data.splits import Split, load_split, to_inputs
 from stochbn.experiments.evaluation.diagnostics import choose_rows
@@ -189,7 +189,7 @@ def measure_layers(network: nn.Module, training: Split, splits: dict[str, Split]
 
 def sample(stats: stochbn.Distribution, scheme: Scheme, size: int, seed: int) -> stochbn.Draws:
     """Draws networks with noise from a scheme."""
-    with patch.object(distributions, "antithetic_normal", scheme):
+    with patch.object(factorized, "antithetic_normal", scheme):
         return stats.sample(size, seed=seed)
 
 

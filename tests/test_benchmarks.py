@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 import stochbn
-from benchmarks import contenders, last_layer, limits, measure, memory, stages, targets
+from benchmarks import contenders, draws, last_layer, limits, measure, memory, stages, targets
 from benchmarks.__main__ import main
 from benchmarks.contenders import ENSEMBLE, OURS, OURS_COMPILED, PAPER_LOOP, PLAIN, STORED, Run
 from benchmarks.stages import Settings
@@ -196,3 +196,15 @@ def test_what_is_timed_in_the_last_layer(subject: Subject) -> None:
         runs["six networks"]().probs, stochbn.predict(subject.model, None, runs["six networks"].args[2]).probs
     )
     assert runs["last layer"]().num_samples == last_layer.NUM_SAMPLES
+
+
+@pytest.mark.parametrize("name", draws.SCHEMES)
+def test_draws_take_their_noise_from_the_scheme(subject: Subject, name: str) -> None:
+    scheme, _ = draws.SCHEMES[name]
+    found = draws.sample(subject.stats, scheme, 64, seed=3).buffers["fc.norm.running_mean"]
+    usual = subject.stats.sample(64, seed=3).buffers["fc.norm.running_mean"]
+    assert torch.equal(found, usual) == (name == "antithetic")
+    fitted = subject.stats.layers["fc.norm"].r_mu
+    standardised = (found - fitted.loc) / fitted.scale  # (S, C)
+    assert standardised.mean().abs() < 5 / math.sqrt(standardised.numel())
+    torch.testing.assert_close(standardised.std().item(), 1.0, rtol=0.05, atol=0)
