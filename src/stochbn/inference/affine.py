@@ -9,8 +9,9 @@ from torch.nn import functional as F
 from torch.overrides import TorchFunctionMode
 
 from stochbn.inference.sharing import Recording
-from stochbn.statistics.batches import widen
-from stochbn.statistics.normalization import LAYOUT_DEPENDENT, BatchNormCall, buffer_names
+from stochbn.statistics.channels_last import LAYOUT_DEPENDENT
+from stochbn.statistics.layers import buffer_names
+from stochbn.statistics.normalization import BatchNormCall, widen
 
 Affine = tuple[Tensor, Tensor]
 

@@ -74,7 +74,7 @@ def load_split(data: str, part: Part, *, folder: Path | None = None, class_seed:
     Args:
         data: Name of the data set.
         part: Which part of it.
-        folder: Where you keep the published files, asked before any download.
+        folder: Where you keep the published files, tried before any download.
         class_seed: Draws the five known classes of `cifar5`; None takes the first five, as the authors' code does.
 
     Raises:
@@ -186,7 +186,7 @@ _LOADERS = {
 
 
 def _keep_classes(split: Split, kept: Sequence[int]) -> Split:
-    """Keeps the images of some classes and numbers these classes anew."""
+    """Keeps the images of some classes, and numbers these classes from 0."""
     part = split[torch.isin(split.labels, torch.tensor(kept)).nonzero()[:, 0]]
     labels = torch.searchsorted(torch.tensor(kept), part.labels)
     return Split("cifar5", part.images, labels, tuple(split.classes[index] for index in kept))

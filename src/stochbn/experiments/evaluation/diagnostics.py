@@ -16,8 +16,10 @@ from stochbn.experiments.evaluation.inference import fit, input_batches, predict
 from stochbn.experiments.evaluation.protocols import Curve, Protocol
 from stochbn.experiments.files import DRAW_SEED, PARTS, File, average, pack, unpack
 from stochbn.experiments.training.recipes import Recipe
-from stochbn.statistics.batches import mini_batches
-from stochbn.statistics.normalization import BatchNormalization, evaluating, find_layers
+from stochbn.statistics.layers import find_layers
+from stochbn.statistics.mini_batches import mini_batches
+from stochbn.statistics.normalization import Answering, BatchNormalization
+from stochbn.statistics.restoring import evaluating
 
 # How many inputs, drawn at random: of each part for exact inference (at most a quarter), and of the training data for
 # the bound (at most a tenth).
@@ -83,19 +85,20 @@ def _compare_statistics(
     """
     layers = find_layers(network)
     num_batches = 0
+    normalization = BatchNormalization(layers)
     with (
         torch.random.fork_rng(devices=[]),
         torch.no_grad(),
         evaluating(network),
-        BatchNormalization(layers) as normalization,
+        Answering(normalization.answer),
     ):
         torch.manual_seed(DRAW_SEED)  # of augmentation, as in the fit
         batches = training_batches(training, recipe)
-        for inputs, groups, _ in mini_batches(batches, batch_size=recipe.mini_batch_size):
-            normalization.groups = groups
+        for inputs, count, _ in mini_batches(batches, batch_size=recipe.mini_batch_size):
+            normalization.num_batches = count
             network(inputs)
-            num_batches += groups
-        observed = normalization.take()
+            num_batches += count
+        observed = normalization.observed.take()
     tensors = {}
     for name in layers:
         values = observed[name].double()  # (B, 2, C)
@@ -165,7 +168,7 @@ def _bound(network: nn.Module, recipe: Recipe, training: Split, *, num_samples: 
 
 
 def _by_samples(
-    network: nn.Module, stats: stochbn.Fitted, parts: dict[Any, Split], *, progress: bool
+    network: nn.Module, stats: stochbn.Distribution, parts: dict[Any, Split], *, progress: bool
 ) -> list[dict[str, float]]:
     """Scores averages over S of the same 100 draws: the mean score of up to 10 such averages that share no draw."""
     count = max(SAMPLE_COUNTS)

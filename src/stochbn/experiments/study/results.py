@@ -8,8 +8,7 @@ import numpy as np
 
 from stochbn.experiments.data.corruptions import CORRUPTIONS, STRENGTHS
 from stochbn.experiments.data.sources import DataError
-from stochbn.experiments.evaluation.evaluate import provenance
-from stochbn.experiments.files import PARTS, File
+from stochbn.experiments.files import PARTS, File, provenance
 from stochbn.experiments.report.scores import METRICS, Method, Output, Results, measure, score
 from stochbn.experiments.report.tables import rounded
 from stochbn.experiments.study.evidence import (

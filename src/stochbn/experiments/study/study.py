@@ -21,12 +21,12 @@ from stochbn.experiments.data.corruptions import CORRUPTIONS, STRENGTHS, corrupt
 from stochbn.experiments.data.sources import cache_dir
 from stochbn.experiments.data.splits import Part, Split, load_split
 from stochbn.experiments.evaluation.diagnostics import choose_rows
-from stochbn.experiments.evaluation.evaluate import finished_runs, is_current, provenance
-from stochbn.experiments.evaluation.inference import DRAW_SEED, fit, input_batches, training_batches, tune
-from stochbn.experiments.files import PARTS, File
+from stochbn.experiments.evaluation.evaluate import finished_runs
+from stochbn.experiments.evaluation.inference import fit, input_batches, training_batches, tune
+from stochbn.experiments.files import DRAW_SEED, PARTS, File, is_current, provenance
 from stochbn.experiments.training.checkpoints import checkpoint_path, digest, load_network, read_checkpoint
 from stochbn.experiments.training.recipes import Experiment, Recipe
-from stochbn.statistics.normalization import all_batch_norms
+from stochbn.statistics.layers import all_batch_norms
 
 FORMAT = 3  # of the draws in the cache and what they mean
 NUM_COMPARED = 3  # networks on which side issues are measured
@@ -236,7 +236,7 @@ class Study:
                 return File.read(other.path) if is_current(other.path, self._identity(other)) else None
         return None
 
-    def _count(self, stats: stochbn.Fitted | None, job: Job) -> int:
+    def _count(self, stats: stochbn.Distribution | None, job: Job) -> int:
         """Returns how many draws are made: on validation data, where a temperature is chosen, as many as elsewhere."""
         if job.variant.exhaustive:
             assert isinstance(stats, stochbn.Empirical)
@@ -246,7 +246,7 @@ class Study:
     def _samples(
         self,
         network: nn.Module,
-        stats: stochbn.Fitted | None,
+        stats: stochbn.Distribution | None,
         split: Split,
         job: Job,
         *,
@@ -293,7 +293,7 @@ class Study:
                     )
         return tensors
 
-    def source(self, job: Job) -> stochbn.Fitted | None:
+    def source(self, job: Job) -> stochbn.Distribution | None:
         """Returns a job's distribution, tuned where it is to be."""
         variant = job.variant
         if variant.family is None:
@@ -310,26 +310,26 @@ class Study:
             return stats
         return self.tuned(replace(job, variant=replace(variant, name="", exhaustive=False, everywhere=False)))
 
-    def _tuned(self, job: Job) -> stochbn.Fitted:
+    def _tuned(self, job: Job) -> stochbn.Distribution:
         stats = self._untuned(job)
-        tuned: stochbn.Fitted = tune(
+        tuned: stochbn.Distribution = tune(
             self.network(job.recipe, job.seed),
             stats,
             self.splits["validation"],
             seed=job.seed,
-            groups=min(3, len(stats.layers)) if job.variant.tuned == "layers" else 1,
+            num_groups=min(3, len(stats.layers)) if job.variant.tuned == "layers" else 1,
             dropout=job.variant.dropout,
             progress=self.console.is_terminal,
         )
         return tuned
 
-    def _tuned_ensemble(self, variant: Variant) -> list[stochbn.Fitted]:
+    def _tuned_ensemble(self, variant: Variant) -> list[stochbn.Distribution]:
         members = self._members(Job(variant, self.experiment.recipe, 0))
         networks = [self.network(member.recipe, member.seed) for member in members]
         stats = [self._untuned(member) for member in members]
         return list(tune(networks, stats, self.splits["validation"], progress=self.console.is_terminal))
 
-    def _untuned(self, job: Job) -> stochbn.Fitted:
+    def _untuned(self, job: Job) -> stochbn.Distribution:
         fitted = self.fitted(job.recipe, job.seed, job.variant.family, job.variant.last)
         return replace(fitted, conditioned=job.variant.conditioned)
 
@@ -339,13 +339,13 @@ class Study:
     def _network(self, recipe: Recipe, seed: int) -> nn.Module:
         return load_network(checkpoint_path(recipe, seed))
 
-    def _fitted(self, recipe: Recipe, seed: int, family: str, last: bool) -> stochbn.Fitted:
+    def _fitted(self, recipe: Recipe, seed: int, family: str, last: bool) -> stochbn.Distribution:
         network = self.network(recipe, seed)
         layers = list(all_batch_norms(network))[-1:] if last else None
         return fit(network, self.splits["train"], recipe, layers=layers, family=family, dropout=recipe.dropout > 0)
 
 
-def _num_bytes(stats: stochbn.Fitted) -> int:
+def _num_bytes(stats: stochbn.Distribution) -> int:
     with tempfile.TemporaryDirectory() as folder:
         path = Path(folder, "stats")
         stats.save(path)
