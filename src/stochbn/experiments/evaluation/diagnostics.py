@@ -1,6 +1,6 @@
 """Measurements on one network: exact inference, Appendices A and B, the effect of S and of M; and the gallery."""
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -34,44 +34,33 @@ def measure(
     network: nn.Module, recipe: Recipe, splits: Mapping[str, Split], protocol: Protocol, *, console: Console
 ) -> File:
     """Measures everything but the gallery, as far as the protocol has it."""
-    progress, curve = console.is_terminal, protocol.curve
-    file = File({"network": f"{recipe.name} seed 0"}, {"labels": splits["test"].labels.to(torch.uint8)})
+    progress, curve, training = console.is_terminal, protocol.curve, splits["train"]
     parts = {part: splits[part][choose_rows(splits[part], curve.num_inputs)] for part in PARTS}
-    file.header["num_curve"] = {part: len(split) for part, split in parts.items()}
+    header: dict[str, Any] = {
+        "network": f"{recipe.name} seed 0",
+        "num_curve": {part: len(split) for part, split in parts.items()},
+    }
+    tensors: dict[str, Tensor] = {"labels": splits["test"].labels.to(torch.uint8)}
 
     def say(what: str) -> None:
         console.print(f"{recipe.name} seed 0: {what}", highlight=False)
 
     if protocol.has_appendices:
-        _measure_appendices(file, network, recipe, splits, num_samples=protocol.num_samples, say=say, progress=progress)
+        options: dict[str, Any] = {"num_samples": protocol.num_samples, "progress": progress}
+        say("batch statistics against r(μ) and r(σ), Appendix B")
+        statistics, header["statistics"] = _compare_statistics(network, training, recipe)
+        num_exact = min(NUM_EXACT, len(splits["test"]) // 4)
+        say(f"exact inference on {num_exact} inputs of each part, eq. 3")
+        tensors |= statistics | _infer_exactly(network, recipe, splits, num_exact, **options)
+        say("the lower bound and its gap, Appendix A")
+        header["bound"] = _bound(network, recipe, training, **options)
         say("the number of samples S")
-        stats = fit(network, splits["train"], recipe, progress=progress)
-        file.header["by_samples"] = _by_samples(network, stats, parts, progress=progress)
+        stats = fit(network, training, recipe, progress=progress)
+        header["by_samples"] = _by_samples(network, stats, parts, progress=progress)
     say("the mini-batch size M")
-    training = splits["train"][choose_rows(splits["train"], curve.num_fit_inputs or len(splits["train"]))]
-    file.header["by_batch_size"] = _by_batch_size(network, recipe, training, parts, curve, progress=progress)
-    return file
-
-
-def _measure_appendices(
-    file: File,
-    network: nn.Module,
-    recipe: Recipe,
-    splits: Mapping[str, Split],
-    *,
-    num_samples: int,
-    say: Callable[[str], None],
-    progress: bool,
-) -> None:
-    """Adds batch statistics, exact inference and the bound to a file."""
-    say("batch statistics against r(μ) and r(σ), Appendix B")
-    tensors, file.header["statistics"] = _compare_statistics(network, splits["train"], recipe)
-    num_exact = min(NUM_EXACT, len(splits["test"]) // 4)
-    say(f"exact inference on {num_exact} inputs of each part, eq. 3")
-    tensors |= _infer_exactly(network, recipe, splits, num_exact, num_samples=num_samples, progress=progress)
-    file.tensors.update(tensors)
-    say("the lower bound and its gap, Appendix A")
-    file.header["bound"] = _bound(network, recipe, splits["train"], num_samples=num_samples, progress=progress)
+    training = training[choose_rows(training, curve.num_fit_inputs or len(training))]
+    header["by_batch_size"] = _by_batch_size(network, recipe, training, parts, curve, progress=progress)
+    return File(header, tensors)
 
 
 def _compare_statistics(

@@ -17,7 +17,7 @@ from torch import nn
 from stochbn.experiments.training import networks
 
 SGD_LEARNING_RATE = 0.05  # with the lowest validation NLL of 0.01, 0.02, 0.05 and 0.1 on digits, over three seeds
-# How a name tells what was changed.
+# How a name says what was changed.
 _WORDS = {
     "batch_size": "batch{}",
     "class_seed": "classes{}",
@@ -108,7 +108,7 @@ class Recipe:
         return build(self.num_classes, **size, dropout=self.dropout)
 
     def vary(self, **changes: Any) -> "Recipe":
-        """Returns the recipe with some fields changed, under a name that tells them apart; None changes nothing.
+        """Returns the recipe with some fields changed, under a name that says which; None changes nothing.
 
         SGD gets a learning rate of its own, as Adam's is too small for it.
 

@@ -8,17 +8,13 @@ with the same number of threads.
 
 import math
 import time
-from collections.abc import Iterator
-from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
 
 import torch
 from rich.console import Console
 from rich.progress import BarColumn, Progress, TaskProgressColumn, TextColumn, TimeRemainingColumn
 from torch import Tensor, nn
 from torch.nn import functional as F
-from torch.overrides import TorchFunctionMode
 
 from stochbn.experiments.data.sources import check_writable
 from stochbn.experiments.data.splits import Split, load_split, to_inputs
@@ -31,7 +27,7 @@ from stochbn.experiments.training.checkpoints import (
     write_checkpoint,
 )
 from stochbn.experiments.training.recipes import Recipe
-from stochbn.statistics.normalization import BatchNormCall
+from stochbn.statistics.normalization import Answering, BatchNormCall
 
 
 def train(recipe: Recipe, seed: int, *, folder: Path | None = None, console: Console | None = None) -> Path:
@@ -126,9 +122,8 @@ def learning_rate(recipe: Recipe, progress: float) -> float:
     return recipe.learning_rate * (1 + math.cos(math.pi * (progress - 0.3) / 0.7)) / 2
 
 
-@contextmanager
-def ghost_batches(size: int) -> Iterator[None]:
-    """Lets BatchNorm layers in train mode normalise each `size` successive examples as a mini-batch of its own.
+def ghost_batches(size: int) -> Answering:
+    """Returns a context where BatchNorm layers in train mode normalise each `size` successive examples by themselves.
 
     A layer's running statistics move once for each of them, in their order. So the layers see what they would see if
     the mini-batches came one after the other; the optimiser sees one large batch, which costs less than several small.
@@ -141,24 +136,13 @@ def ghost_batches(size: int) -> Iterator[None]:
         >>> torch.equal(together, torch.cat([layer(x[:4]), layer(x[4:])]))
         True
     """
-    with _GhostBatches(size):
-        yield
 
-
-class _GhostBatches(TorchFunctionMode):
-    def __init__(self, size: int) -> None:
-        super().__init__()
-        self.size = size
-
-    def __torch_function__(
-        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
-    ) -> Any:
-        if func is not F.batch_norm:
-            return func(*args, **(kwargs or {}))
-        call = BatchNormCall(*args, **(kwargs or {}))
-        if not call.training or len(call.input) == self.size:
+    def normalize(call: BatchNormCall) -> Tensor:
+        if not call.training or len(call.input) == size:
             return F.batch_norm(*call)
-        return torch.cat([F.batch_norm(part, *call[1:]) for part in call.input.split(self.size)])
+        return torch.cat([F.batch_norm(part, *call[1:]) for part in call.input.split(size)])
+
+    return Answering(normalize)
 
 
 def resize(inputs: Tensor, size: int | None) -> Tensor:
