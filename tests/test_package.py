@@ -27,7 +27,7 @@ ROOMS = {
     "experiments.training": ["networks", "recipes", "checkpoints", "train"],
     "experiments.methods": None,
     "experiments.files": None,
-    "experiments.evaluation": ["protocols", "inference", "diagnostics", "jobs", "evaluate"],
+    "experiments.evaluation": ["protocols", "inference", "diagnostics", "jobs", "evaluate", "plan", "queue"],
     "experiments.report": ["scores", "paper", "claims", "tables", "figures", "diagnostic_figures", "report"],
     "experiments.study": ["study", "scores", "evidence", "results", "figures", "report"],
     "cli": ["models", "main"],

@@ -212,7 +212,7 @@ EXPERIMENTS: dict[str, Experiment] = {
     experiment.name: experiment
     for experiment in (
         Experiment("lenet5", RECIPES["lenet5"], 6, RECIPES["lenet5-dropout"], 3),
-        Experiment("vgg11", RECIPES["vgg11"], 6, RECIPES["vgg11-dropout"], 3),
+        Experiment("vgg11", RECIPES["vgg11"], 6, RECIPES["vgg11-dropout"], 2),
         Experiment("resnet18", RECIPES["resnet18"], 6),
         Experiment("digits", RECIPES["digits"], 4, RECIPES["digits-dropout"], 2),
     )

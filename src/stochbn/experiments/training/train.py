@@ -10,7 +10,6 @@ import math
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -25,9 +24,10 @@ from stochbn.experiments.data.sources import check_writable
 from stochbn.experiments.data.splits import Split, load_split, to_inputs
 from stochbn.experiments.training.checkpoints import (
     Checkpoint,
-    CheckpointError,
     checkpoint_path,
-    read_checkpoint,
+    find_checkpoint,
+    is_trained,
+    locked,
     write_checkpoint,
 )
 from stochbn.experiments.training.recipes import Recipe
@@ -42,14 +42,22 @@ def train(recipe: Recipe, seed: int, *, folder: Path | None = None, console: Con
         seed: Determines initial weights, order of the data, augmentation and dropout.
         folder: Where you keep the published data files, asked before any download.
         console: Where progress goes: a live display on a terminal, else one line an epoch.
+
+    Raises:
+        CheckpointError: The checkpoint is damaged or of another recipe, or another process trains this network.
     """
     path = checkpoint_path(recipe, seed)
-    checkpoint = read_checkpoint(path) if path.exists() else None
-    if checkpoint and (checkpoint.recipe, checkpoint.seed) != (recipe, seed):
-        raise CheckpointError(_explain_difference(path, checkpoint, recipe, seed))
-    if checkpoint and checkpoint.finished:
-        return path
-    check_writable(path.parent)
+    if not is_trained(recipe, seed):
+        check_writable(path.parent)
+        with locked(path, f"{recipe.name} seed {seed}"):
+            _train(recipe, seed, path, folder, console or Console())
+    return path
+
+
+def _train(recipe: Recipe, seed: int, path: Path, folder: Path | None, console: Console) -> None:
+    checkpoint = find_checkpoint(recipe, seed)
+    if checkpoint and checkpoint.finished:  # by another process, before this one got the lock
+        return
     training = load_split(recipe.data, "train", folder=folder, class_seed=recipe.class_seed)
     validation = load_split(recipe.data, "validation", folder=folder, class_seed=recipe.class_seed)
     steps_per_epoch = len(training) // recipe.batch_size
@@ -57,7 +65,6 @@ def train(recipe: Recipe, seed: int, *, folder: Path | None = None, console: Con
     if num_steps < 1:
         raise ValueError(f"Expected at least one epoch of one batch, got {recipe.epochs} epochs of {steps_per_epoch}.")
 
-    console = console or Console()
     with torch.random.fork_rng(devices=[]), _build_progress(console) as progress:
         torch.manual_seed(seed)
         network = recipe.build_network().to(memory_format=torch.channels_last)  # type: ignore[call-overload]
@@ -100,7 +107,6 @@ def train(recipe: Recipe, seed: int, *, folder: Path | None = None, console: Con
                 line = f"epoch {epoch + 1}/{recipe.epochs}  train loss {train_loss:.4f}  "
                 line += f"validation NLL {nll:.4f}  error {error:.2%}  {seconds:.1f} s"
                 console.print(line, soft_wrap=True, highlight=False)
-    return path
 
 
 def learning_rate(recipe: Recipe, progress: float) -> float:
@@ -228,15 +234,6 @@ def _build_optimizer(recipe: Recipe, network: nn.Module) -> torch.optim.Optimize
 def _reflect(index: Tensor, size: int) -> Tensor:
     index = index.abs()
     return torch.where(index < size, index, 2 * (size - 1) - index)
-
-
-def _explain_difference(path: Path, checkpoint: Checkpoint, recipe: Recipe, seed: int) -> str:
-    found = {"seed": checkpoint.seed, **asdict(checkpoint.recipe)}
-    expected = {"seed": seed, **asdict(recipe)}
-    difference = [f"{key} {found[key]!r} instead of {expected[key]!r}" for key in found if found[key] != expected[key]]
-    return (
-        f"Expected a checkpoint of this recipe and seed, got {', '.join(difference)}: {path}. Delete it to train anew."
-    )
 
 
 def _build_progress(console: Console) -> Progress:
