@@ -35,7 +35,6 @@ ROOMS = {
     "__main__": None,
 }
 ORDER = [f"{room}.{module}" if modules else room for room, modules in ROOMS.items() for module in modules or [""]]
-CORE = [name for name in ORDER if not name.startswith(("experiments", "cli", "__main__"))]
 
 
 @pytest.mark.parametrize("name", stochbn.__all__)
