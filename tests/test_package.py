@@ -29,8 +29,11 @@ ROOMS = {
     "experiments.methods": None,
     "experiments.files": None,
     "experiments.evaluation": ["protocols", "inference", "diagnostics", "jobs", "evaluate", "plan", "queue"],
-    "experiments.report": ["scores", "paper", "claims", "tables", "figures", "diagnostic_figures", "report"],
-    "experiments.study": ["study", "scores", "evidence", "results", "figures", "report"],
+    "experiments.report": [
+        *("scores", "choose", "collect", "paper", "differences", "tables", "figures", "diagnostic_figures"),
+        *("notes", "report"),
+    ],
+    "experiments.study": ["draws", "results", "scores", "evidence", "measure", "tables", "figures", "study"],
     "cli": ["console", "options", "loading", "models", "experiments", "commands", "main"],
     "__main__": None,
 }
