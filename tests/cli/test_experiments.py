@@ -27,6 +27,7 @@ from stochbn.experiments.training.recipes import EXPERIMENTS, RECIPES
         (["reproduce", "lenet5", "--class-seed", "1"], "a class seed with CIFAR5 only, got one with lenet5"),
         (["evaluate", "lenet6"], "Expected experiment to be one of lenet5, .*, got 'lenet6'"),
         (["reproduce", "lenet6"], "got 'lenet6'"),
+        (["reproduce", "digits", "--jobs", "0"], "at least 1"),
         (["study", "lenet6"], "got 'lenet6'"),
         (["report", "nowhere"], "Expected prediction files in nowhere"),
         (["data", "imagenet"], "Expected data set to be one of mnist, .*, got 'imagenet'"),
@@ -168,7 +169,12 @@ def steps(monkeypatch):
         calls.append(("report", folder))
         return folder / "index.html"
 
-    monkeypatch.setattr("stochbn.experiments.training.train.train", lambda *run, **_: calls.append(("train", *run)))
+    monkeypatch.setattr(
+        "stochbn.experiments.evaluation.queue.reproduce",
+        lambda experiment, folder, *, jobs, num_samples, data, console: calls.append(
+            ("reproduce", experiment, folder, jobs, num_samples, data)
+        ),
+    )
     monkeypatch.setattr(
         "stochbn.experiments.evaluation.evaluate.evaluate",
         lambda experiment, folder, *, num_samples, data, console: calls.append(
@@ -201,12 +207,9 @@ def test_report_says_what_to_open(run, steps):
 
 
 def test_reproduce_is_all_steps_in_turn(run, steps):
-    code, out, _ = run("reproduce", "lenet5", "--out", "o", "--samples", "7", "--folder", "d", "--threads", "1")
+    code, out, _ = run("reproduce", "lenet5", "--out", "o", "--samples", "7", "--folder", "d", "--jobs", "2")
     assert code == 0
-    lenet5 = EXPERIMENTS["lenet5"]
-    trained = [("train", recipe, seed) for recipe, seed in lenet5.runs()]
-    assert steps == [*trained, ("evaluate", lenet5, Path("o"), 7, Path("d")), ("report", Path("o"))]
-    assert f"Train {len(trained)} of {len(trained)}: lenet5-dropout, seed 2" in out
+    assert steps == [("reproduce", EXPERIMENTS["lenet5"], Path("o"), 2, 7, Path("d")), ("report", Path("o"))]
     assert re.search(r"Open o/index.html\nDone in 0 min \d+ s\.\n$", out)
 
 
@@ -217,8 +220,7 @@ def test_changes_reach_every_step(run, steps):
     )
     assert run("reproduce", "vgg11", "--epochs", "2", "--class-seed", "3")[0] == 0
     folder = Path("results/vgg11-classes3-2epochs")
-    trained = [("train", recipe, seed) for recipe, seed in changed.runs()]
-    assert steps == [*trained, ("evaluate", changed, folder, None, None), ("report", folder)]
+    assert steps == [("reproduce", changed, folder, 1, None, None), ("report", folder)]
     steps.clear()
     assert run("evaluate", "vgg11", "--class-seed", "3", "--epochs", "2")[0] == 0
     assert steps == [("evaluate", changed, folder, None, None)]
@@ -229,8 +231,6 @@ def test_demo_is_the_digits_with_one_thread(run, steps, monkeypatch):
     monkeypatch.setattr(torch, "set_num_threads", used.append)
     code, out, _ = run("demo")
     assert code == 0
-    digits = EXPERIMENTS["digits"]
     assert used[0] == 1
-    assert steps[: len(digits.runs())] == [("train", recipe, seed) for recipe, seed in digits.runs()]
-    assert steps[len(digits.runs()) :] == [("evaluate", digits, Path("demo"), None, None), ("report", Path("demo"))]
+    assert steps == [("reproduce", EXPERIMENTS["digits"], Path("demo"), 1, None, None), ("report", Path("demo"))]
     assert "Open demo/index.html\n" in out

@@ -31,7 +31,7 @@ def demo(
 
     Example: `stochbn demo --out demo`
     """
-    _reproduce(EXPERIMENTS["digits"], out, samples=None, folder=None)
+    _reproduce(EXPERIMENTS["digits"], out, samples=None, folder=None, jobs=1)
 
 
 def data(
@@ -125,7 +125,11 @@ def evaluate(
 
     Example: `stochbn evaluate digits --out results/digits`
     """
-    _evaluate(_choose(EXPERIMENTS, experiment, "experiment").vary(**changes), out, samples, folder)
+    chosen = _choose(EXPERIMENTS, experiment, "experiment").vary(**changes)
+    from stochbn.experiments.evaluation.evaluate import evaluate
+
+    console.rule(f"Evaluate {chosen.name}{chosen.options}")
+    evaluate(chosen, out or Path("results", chosen.recipe.name), num_samples=samples, data=folder, console=console)
 
 
 def report(
@@ -152,6 +156,7 @@ def reproduce(
     experiment: ExperimentName,
     out: Results = None,
     samples: ProtocolSamples = None,
+    jobs: Annotated[int, typer.Option(metavar="N", help="Networks at a time, each in a one-thread process.")] = 1,
     folder: Folder = None,
     threads: Threads = None,
     *,
@@ -159,16 +164,17 @@ def reproduce(
 ) -> None:
     """Runs an experiment from data to page: train, evaluate, report.
 
-    Each step takes up what is already there, so a run may be stopped and started again.
+    It begins with the plan: which networks are done, which are left, and how long they will take. Each step takes up
+    what is already there, so a run may be stopped, or killed, and started again.
 
     Needs: the data, which are downloaded if they are missing, and time on a few cores: hours for `lenet5`, days for
     `vgg11` and `resnet18`; `digits` is the small one of `stochbn demo`.
 
     Next: open the page that it names; `stochbn study` goes on with the same networks.
 
-    Example: `stochbn reproduce lenet5 --threads 2`
+    Example: `stochbn reproduce vgg11 --jobs 2`
     """
-    _reproduce(_choose(EXPERIMENTS, experiment, "experiment").vary(**changes), out, samples, folder)
+    _reproduce(_choose(EXPERIMENTS, experiment, "experiment").vary(**changes), out, samples, folder, jobs)
 
 
 def study(
@@ -194,35 +200,20 @@ def study(
     Example: `stochbn study lenet5 --compile`
     """
     chosen = _choose(EXPERIMENTS, experiment, "experiment")
-    from stochbn.experiments.study.report import write_study
-    from stochbn.experiments.study.results import measure_study
-    from stochbn.experiments.study.scores import read_draws
-    from stochbn.experiments.study.study import Study
+    from stochbn.experiments.study.study import run_study
 
     console.rule(f"Study {experiment}")
-    plan = Study(chosen, num_samples=samples, data=folder, compiles=compile, console=console)
-    plan.draw()
-    results = measure_study(plan, read_draws(plan))
-    say(f"Wrote {write_study(results, out or Path('results', 'beyond', experiment), console)}")
+    results = out or Path("results", "beyond", experiment)
+    say(f"Wrote {run_study(chosen, results, num_samples=samples, data=folder, compiles=compile, console=console)}")
 
 
-def _reproduce(experiment: Experiment, out: Path | None, samples: int | None, folder: Path | None) -> None:
-    from stochbn.experiments.training.train import train
-
-    runs = experiment.runs()
-    for number, (recipe, seed) in enumerate(runs, start=1):
-        console.rule(f"Train {number} of {len(runs)}: {recipe.name}, seed {seed}")
-        train(recipe, seed, folder=folder, console=console)
-    report(_evaluate(experiment, out, samples, folder))
-
-
-def _evaluate(experiment: Experiment, out: Path | None, samples: int | None, folder: Path | None) -> Path:
-    from stochbn.experiments.evaluation.evaluate import evaluate
+def _reproduce(experiment: Experiment, out: Path | None, samples: int | None, folder: Path | None, jobs: int) -> None:
+    from stochbn.experiments.evaluation import queue
 
     results = out or Path("results", experiment.recipe.name)
-    console.rule(f"Evaluate {experiment.name}{experiment.options}")
-    evaluate(experiment, results, num_samples=samples, data=folder, console=console)
-    return results
+    console.rule(f"Reproduce {experiment.name}{experiment.options}")
+    queue.reproduce(experiment, results, jobs=jobs, num_samples=samples, data=folder, console=console)
+    report(results)
 
 
 def _choose(known: dict[str, T], name: str, kind: str) -> T:

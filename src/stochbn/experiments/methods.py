@@ -23,7 +23,7 @@ class Drawing:
         conditioned: Whether each input is counted into the mini-batch that normalises it.
         tuned: What a spread is chosen for on validation data: the network, each of its layers, or the whole ensemble.
         dropout: Whether dropout stays active.
-        apart: Of "empirical", which correlations are destroyed: between layers; between channels too; all of them.
+        apart: Of "empirical", which correlations are destroyed: between layers, or between channels too.
         spread: A fixed one, in place of the fitted or a tuned one.
         exhaustive: Of "empirical", whether every mini-batch that was kept is drawn once, in place of S of them.
     """
@@ -33,7 +33,7 @@ class Drawing:
     conditioned: bool = False
     tuned: Literal["network", "layers", "ensemble"] | None = None
     dropout: bool = False
-    apart: Literal["layers", "channels", "numbers"] | None = None
+    apart: Literal["layers", "channels"] | None = None
     spread: float | None = None
     exhaustive: bool = False
 
@@ -49,7 +49,7 @@ class Method:
         colour: Of its lines.
         line: Their style, as Matplotlib names it.
         drawing: How each of its networks is drawn.
-        members: Of an ensemble, the key of the method whose networks it averages.
+        members: Of an ensemble, the key of the method whose networks it averages; its own if they are drawn for it.
     """
 
     key: str
@@ -73,6 +73,15 @@ class Method:
             label=f"{self.label}, spread {spread:.2f}",
             drawing=replace(self.drawing, tuned=None, spread=spread),
         )
+
+    def tempered(self) -> "Method":
+        """Returns the method with a temperature chosen on validation data, under a key and a label of its own.
+
+        Example:
+            >>> METHODS["plain"].tempered().label
+            'One network + temperature'
+        """
+        return replace(self, key=f"{self.key}+temperature", label=f"{self.label} + temperature")
 
 
 _SBN = Drawing("factorized")
@@ -108,6 +117,7 @@ METHODS: dict[str, Method] = {
             _tuned(replace(_REAL, exhaustive=True)),
         ),
         Method("stage", "Last stage", "network", ORANGE, "--", _STAGE),
+        Method("stage-tuned", "Last stage, tuned", "network", ORANGE, "-.", _tuned(_STAGE)),
         Method("last", "Last layer", "network", PURPLE, "-", _LAST),
         Method("last-tuned", "Last layer, tuned", "network", PURPLE, "-.", _tuned(_LAST)),
         Method(
@@ -126,9 +136,33 @@ METHODS: dict[str, Method] = {
         Method("ensemble", "Deep Ensembles", "ensemble", BLUE, "-", Drawing(), "plain"),
         Method("ensemble+sbn", "Deep Ensembles + SBN", "ensemble", BLUE, "--", _SBN, "sbn"),
         Method(
-            "ensemble+tuned", "Deep Ensembles + tuned SBN", "ensemble", BLUE, ":", _tuned(_SBN, "ensemble"), "members"
+            "ensemble+tuned",
+            "Deep Ensembles + tuned SBN",
+            "ensemble",
+            BLUE,
+            ":",
+            _tuned(_SBN, "ensemble"),
+            "ensemble+tuned",
+        ),
+        Method(
+            "ensemble-tempered",
+            "Deep Ensembles, each + temperature",
+            "ensemble",
+            SKY,
+            "-.",
+            Drawing(),
+            "plain+temperature",
         ),
         Method("ensemble+last", "Deep Ensembles + last layer", "ensemble", ORANGE, "-", _LAST, "last"),
+        Method(
+            "ensemble+last-tuned",
+            "Deep Ensembles + last layer, tuned",
+            "ensemble",
+            ORANGE,
+            "-.",
+            _tuned(_LAST),
+            "last-tuned",
+        ),
         # Networks with dropout.
         Method("dropout", "Dropout", "dropout", VERMILION, "-", _DROPOUT),
         Method("dropout+sbn", "Dropout + SBN", "dropout", VERMILION, "--", replace(_SBN, dropout=True)),

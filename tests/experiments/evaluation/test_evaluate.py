@@ -271,14 +271,15 @@ def test_report_of_what_was_evaluated(results: Path) -> None:
     html, markdown, shown = page.read_text(), (results / "table.md").read_text(), console.file.getvalue()
     with (results / "table.csv").open(newline="") as table:
         scores = {(row["method"], row["metric"]): float(row["value"]) for row in csv.DictReader(table)}
-    for method in ("One network", "SBN", "Deep Ensembles", "Deep Ensembles + SBN", "Dropout", "Dropout + SBN"):
-        assert f"\n| {method} |" in markdown
-        assert f">{method}<" in html
-        assert f"\n{method} " in shown
-        assert {(method, metric) for metric in ("error_percent", "nll", "auroc_entropy")} <= scores.keys()
+    for key in ("plain", "plain+temperature", "sbn", "last", "ensemble", "ensemble+sbn", "dropout", "dropout+sbn"):
+        assert {(key, metric) for metric in ("error_percent", "nll", "auroc_entropy")} <= scores.keys()
+    for label in ("One network", "SBN", "Deep Ensembles", "Deep Ensembles + SBN", "Dropout", "Dropout + SBN"):
+        assert f"\n| {label} |" in markdown
+        assert f">{label}<" in html
+        assert f"\n{label} " in shown
     file = File.read(prediction_path(results, "tiny-dropout", 0))
     nll = stochbn.nll(unpack(file, "dropout+sbn", "test")[0], file.tensors["labels"].long()).item()
-    assert scores["Dropout + SBN", "nll"] == pytest.approx(nll, rel=1e-5)
+    assert scores["dropout+sbn", "nll"] == pytest.approx(nll, rel=1e-5)
 
     for appendix in ("Appendix B, n = 75 mini-batches of 16", "Appendix A, n = 10 training inputs"):
         assert appendix in markdown

@@ -11,7 +11,8 @@ from matplotlib.ticker import MaxNLocator, NullLocator, ScalarFormatter
 from scipy import stats
 
 from stochbn.experiments.files import File
-from stochbn.experiments.report.figures import FULL, GREEN, NARROW, ORANGE, PURPLE, SKY, STYLE, line
+from stochbn.experiments.methods import GREEN, METHODS, ORANGE, PURPLE, SKY
+from stochbn.experiments.report.figures import FULL, NARROW, STYLE, line
 from stochbn.experiments.report.scores import Values
 
 GALLERY = {
@@ -30,7 +31,7 @@ def draw_effect(rows: list[dict[str, float]], key: str) -> Figure:
     figure = Figure(figsize=(FULL, 2.5), layout="constrained")
     left, middle, right = figure.subplots(1, 3)
     x = [row[key] for row in rows]
-    sbn = line("SBN") | {"marker": "o"}
+    sbn = line(METHODS["sbn"]) | {"marker": "o"}
     left.plot(x, [row["nll"] for row in rows], **sbn)
     left.set_title("NLL on known data, nats")
     for name, part, marker in (("known", "entropy_test", "s"), ("out-of-domain", "entropy_out_of_domain", "o")):
@@ -108,9 +109,9 @@ def draw_distances(file: File) -> Figure:
             distances = file.tensors[f"statistics/{layer}/ks"][row].numpy()
             distances = distances[~np.isnan(distances)]
             x = position + (row - 0.5) * 0.4
-            spread = x + random.uniform(-0.12, 0.12, len(distances))
+            jittered = x + random.uniform(-0.12, 0.12, len(distances))
             label = f"r({symbol})" if position == 0 else None
-            axes.plot(spread, distances, "o", color=colour, markersize=2, alpha=0.5, markeredgewidth=0, label=label)
+            axes.plot(jittered, distances, "o", color=colour, markersize=2, alpha=0.5, markeredgewidth=0, label=label)
             if len(distances):
                 box = {"color": "black", "linewidth": 0.8}
                 axes.boxplot(

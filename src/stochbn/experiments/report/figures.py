@@ -1,6 +1,6 @@
 """Figures of predictions: entropy, calibration, rejection, training. One colour a method.
 
-Lines are dashed with SBN and dotted if it is tuned. Sizes are those of print: text of 8 points or more on a page 6.5
+Lines and colours are those of the table of methods. Sizes are those of print: text of 8 points or more on a page 6.5
 inches wide.
 """
 
@@ -15,17 +15,10 @@ from matplotlib.figure import Figure
 from matplotlib.ticker import MaxNLocator
 
 from stochbn.experiments.files import File
-from stochbn.experiments.report.scores import Method, Output, Results, Values, ecdf
+from stochbn.experiments.methods import METHODS, Method
+from stochbn.experiments.report.collect import has_dropout
+from stochbn.experiments.report.scores import NUM_BINS, Output, Results, Scored, Values, ecdf, find_bins
 
-# Okabe and Ito's palette, told apart by colour-blind readers.
-GREEN, BLUE, VERMILION, SKY, ORANGE, PURPLE = "#009E73", "#0072B2", "#D55E00", "#56B4E9", "#E69F00", "#CC79A7"
-COLOURS = {
-    "One network": "#777777",
-    "SBN": GREEN,
-    "Tuned SBN": PURPLE,
-    "Deep Ensembles": BLUE,
-    "Dropout": VERMILION,
-}
 FULL, NARROW = 6.5, 5.0  # inches
 STYLE: Any = {
     "font.family": "DejaVu Sans",
@@ -49,8 +42,16 @@ STYLE: Any = {
     "svg.hashsalt": "stochbn",
 }
 _NUM_POINTS = 400
-_NUM_BINS = 15  # as in ECE
 _MIN_IN_BIN = 20
+# Whose curves are drawn; more would hide each other, and are in the tables.
+_CURVES = {
+    *("plain", "sbn", "tuned", "last", "last-tuned", "dropout", "dropout+sbn", "dropout+tuned"),
+    *("ensemble", "ensemble+sbn", "ensemble+last", "ensemble+last-tuned"),
+}
+_TUNED = {
+    "last": "last-tuned",
+    "ensemble+last": "ensemble+last-tuned",
+}  # drawn in place of the fitted, where it is there
 
 
 def render(figure: Figure) -> dict[str, bytes]:
@@ -63,8 +64,10 @@ def render(figure: Figure) -> dict[str, bytes]:
     metadata: dict[str, dict[str, Any]] = {"png": {"Software": None}, "svg": {"Date": None, "Creator": None}}
     files = {}
     with matplotlib.rc_context(STYLE):
-        figure.draw_without_rendering()
-        figure.set_layout_engine("none")  # arranged once, for both
+        engine = figure.get_layout_engine()
+        if engine is not None:  # arranges once, for both files
+            engine.execute(figure)
+            figure.set_layout_engine("none")
         for kind, entries in metadata.items():
             buffer = io.BytesIO()
             figure.savefig(buffer, format=kind, dpi=200, metadata=entries)
@@ -80,8 +83,8 @@ def draw_ecdf(results: Results, part: str) -> Figure:
     highest = math.log(len(results.header["classes"]))
     known = part == "test"
     thresholds = np.geomspace(1e-6, highest, _NUM_POINTS) if known else np.linspace(0, highest, _NUM_POINTS)
-    for method in results.methods.values():
-        axes.plot(thresholds, ecdf(method.pooled_entropy(part), thresholds), **line(method.name))
+    for scored in select_curves(results):
+        axes.plot(thresholds, ecdf(scored.pooled_entropy(part), thresholds), **line(scored.method, scored.label))
     if known:
         axes.set_xscale("log")
     axes.set(
@@ -97,25 +100,24 @@ def draw_ecdf(results: Results, part: str) -> Figure:
 @matplotlib.rc_context(STYLE)
 def draw_reliability(results: Results) -> Figure:
     """Draws accuracy against confidence in 15 equal bins, and the share of inputs in each; a column for each pair."""
+    groups = {"network": "One network", "ensemble": "Deep Ensembles", "dropout": "Dropout"}
+    curves = select_curves(results)
     columns = [
-        (title, [method for method in results.methods.values() if method.name in names])
-        for title, names in (
-            ("One network", ("One network", "SBN", "Tuned SBN")),
-            ("Deep Ensembles", ("Deep Ensembles", "Deep Ensembles + SBN")),
-            ("Dropout", ("Dropout", "Dropout + SBN", "Dropout + tuned SBN")),
-        )
+        (title, [scored for scored in curves if scored.method.group == group])
+        for group, title in groups.items()
+        if any(scored.method.group == group for scored in curves)
     ]
-    columns = [(title, methods) for title, methods in columns if methods]
     figure = Figure(figsize=(FULL if len(columns) > 1 else NARROW, 3.9), layout="constrained")
     grid = figure.subplots(2, len(columns), sharex=True, sharey="row", height_ratios=(2.4, 1), squeeze=False)
-    for (upper, lower), (title, methods) in zip(grid.T, columns, strict=True):
+    edges = np.linspace(0, 1, NUM_BINS + 1)
+    for (upper, lower), (title, members) in zip(grid.T, columns, strict=True):
         upper.plot([0, 1], [0, 1], color="black", linewidth=0.7, linestyle=":")
-        for method in methods:
-            confidence, accuracy, share, count = bin_confidence(method, results)
+        for scored in members:
+            confidence, accuracy, share, count = bin_confidence(scored, results)
             enough = count >= _MIN_IN_BIN
-            upper.plot(confidence[enough], accuracy[enough], marker="o", **line(method.name))
-            edges = np.linspace(0, 1, _NUM_BINS + 1)
-            lower.stairs(np.maximum(share, 1e-9), edges, **line(method.name))
+            look = line(scored.method, scored.label)
+            upper.plot(confidence[enough], accuracy[enough], marker="o", **look)
+            lower.stairs(np.maximum(share, 1e-9), edges, **look)
         upper.set(title=title, xlim=(0, 1.02), ylim=(0, 1.02))
         lower.set(yscale="log", ylim=(5e-5, 1.5), xlabel="Confidence")
     grid[0, 0].set_ylabel("Accuracy")
@@ -124,23 +126,23 @@ def draw_reliability(results: Results) -> Figure:
     return figure
 
 
-def bin_confidence(method: Method, results: Results) -> tuple[Values, Values, Values, Values]:
+def bin_confidence(scored: Scored, results: Results) -> tuple[Values, Values, Values, Values]:
     """Returns each bin's mean confidence, accuracy, share and number of inputs, over all networks of a method.
 
     Example:
         >>> import torch
         >>> output = {"test": Output(torch.tensor([[0.75, 0.25], [0.75, 0.25]]))}
-        >>> method = Method("SBN", (0,), (output,), (output,), "")
-        >>> results = Results({}, torch.tensor([0, 1]), {"SBN": method}, False)
-        >>> [values[11].item() for values in bin_confidence(method, results)]
+        >>> scored = Scored(METHODS["sbn"], (0,), (output,), (output,))
+        >>> results = Results({}, torch.tensor([0, 1]), {"sbn": scored}, False)
+        >>> [values[11].item() for values in bin_confidence(scored, results)]
         [0.75, 0.5, 1.0, 2.0]
     """
-    pairs = [output["test"].probs.double().max(1) for output in method.outputs]
+    pairs = [output["test"].probs.double().max(1) for output in scored.outputs]
     confidence = np.concatenate([found.values.numpy() for found in pairs])
     correct = np.concatenate([(found.indices == results.labels).double().numpy() for found in pairs])
-    bins = np.clip(np.ceil(confidence * _NUM_BINS).astype(int) - 1, 0, _NUM_BINS - 1)
-    count = np.bincount(bins, minlength=_NUM_BINS).astype(np.float64)
-    sums = (np.bincount(bins, weights=values, minlength=_NUM_BINS) for values in (confidence, correct))
+    bins = find_bins(confidence)
+    count = np.bincount(bins, minlength=NUM_BINS).astype(np.float64)
+    sums = (np.bincount(bins, weights=values, minlength=NUM_BINS) for values in (confidence, correct))
     mean_confidence, accuracy = (total / np.maximum(count, 1) for total in sums)
     return mean_confidence, accuracy, count / len(bins), count
 
@@ -150,14 +152,14 @@ def draw_rejection(results: Results) -> Figure:
     """Draws the accuracy on what is left when the inputs of highest entropy are rejected, the mean over networks."""
     figure = Figure(figsize=(NARROW, 3.6), layout="constrained")
     axes = figure.subplots()
-    curves = {
-        name: np.mean([accuracy_kept(output["test"], results) for output in method.outputs], axis=0)
-        for name, method in results.methods.items()
-    }
-    worst = min(curve[0] for curve in curves.values())
+    curves = [
+        (scored, np.mean([accuracy_kept(output["test"], results) for output in scored.outputs], axis=0))
+        for scored in select_curves(results)
+    ]
+    worst = min(curve[0] for _, curve in curves)
     num = len(results.labels)
-    for name, curve in curves.items():
-        axes.plot(100 * np.arange(num) / num, 100 * curve, **line(name))
+    for scored, curve in curves:
+        axes.plot(100 * np.arange(num) / num, 100 * curve, **line(scored.method, scored.label))
     axes.set(
         xlim=(0, min(50, max(2, 1000 * (1 - worst)))),
         ylim=(None, 100 + 2 * (1 - worst)),
@@ -179,16 +181,16 @@ def accuracy_kept(output: Output, results: Results) -> Values:
 
 @matplotlib.rc_context(STYLE)
 def draw_training(files: list[File]) -> Figure:
-    """Draws the validation NLL after each epoch, a line for each network."""
+    """Draws the validation NLL after each epoch, a line for each network; dotted the training loss, if it is kept."""
     figure = Figure(figsize=(NARROW, 3.0), layout="constrained")
     axes = figure.subplots()
-    shown = set()
     for file in files:
-        name = "Dropout" if "dropout/test/log_probs" in file.tensors else "One network"
-        losses = file.header["validation_nll"]
-        label = {"One network": "Without dropout", "Dropout": "With dropout"}[name] if name not in shown else None
-        axes.plot(range(1, len(losses) + 1), losses, color=COLOURS[name], linewidth=0.9, label=label)
-        shown.add(name)
+        method, kind = ("dropout", "With dropout") if has_dropout(file) else ("plain", "Without dropout")
+        losses = {kind: (file.header["validation_nll"], "-"), f"{kind}, training": (file.header.get("train_loss"), ":")}
+        for label, (values, style) in losses.items():
+            if values:
+                epochs = range(1, len(values) + 1)
+                axes.plot(epochs, values, style, color=METHODS[method].colour, linewidth=0.9, label=label)
     axes.set(yscale="log", xlabel="Epoch", ylabel="Validation NLL, nats")
     axes.xaxis.set_major_locator(MaxNLocator(integer=True, steps=[1, 2, 5, 10]))
     axes.yaxis.set_major_formatter("{x:g}")
@@ -197,23 +199,34 @@ def draw_training(files: list[File]) -> Figure:
     return figure
 
 
-def line(name: str) -> dict[str, Any]:
+def select_curves(results: Results) -> list[Scored]:
+    """Returns the methods that figures show."""
+    methods = results.methods
+    return [scored for key, scored in methods.items() if key in _CURVES and _TUNED.get(key) not in methods]
+
+
+def line(method: Method, label: str | None = None) -> dict[str, Any]:
     """Returns how to draw a method's line.
 
     Example:
-        >>> line("Dropout + SBN")["linestyle"], line("Dropout + tuned SBN")["linestyle"]
+        >>> line(METHODS["dropout+sbn"])["linestyle"], line(METHODS["dropout+tuned"])["linestyle"]
         ('--', ':')
     """
     return {
-        "label": name,
-        "color": COLOURS[name.removesuffix(" + SBN").removesuffix(" + tuned SBN")],
-        "linestyle": ":" if name.endswith("uned SBN") else "--" if name.endswith("SBN") else "-",
-        "linewidth": 1.0 if name == "One network" else 1.5,
+        "label": label or method.label,
+        "color": method.colour,
+        "linestyle": method.line,
+        "linewidth": 1.0 if method.key == "plain" else 1.5,
     }
 
 
 def _add_legend(figure: Figure, *axes: Axes) -> None:
-    """Adds one legend for all axes, above them."""
+    """Adds one legend for all axes, above them, in as many columns as fit."""
     handles = {label: handle for ax in axes for handle, label in zip(*ax.get_legend_handles_labels(), strict=True)}
     columns = min(3, math.ceil(len(handles) / 2)) if len(handles) > 2 else len(handles)
+    while columns > 1:  # a line of 0.5 inches, and letters of 0.062 at 8 points
+        parts = np.array_split(list(handles), columns)
+        if sum(0.5 + 0.062 * max(map(len, part)) for part in parts) <= figure.get_figwidth():
+            break
+        columns -= 1
     figure.legend(list(handles.values()), list(handles), loc="outside upper center", ncols=columns)

@@ -19,34 +19,32 @@ from rich.console import Console
 
 from stochbn.experiments.data.sources import DataError, write_atomically
 from stochbn.experiments.files import File, diagnostics_path
+from stochbn.experiments.methods import METHODS
 from stochbn.experiments.report import diagnostic_figures, figures
-from stochbn.experiments.report.claims import check_claims, check_reproduction
-from stochbn.experiments.report.paper import Papers, compare
-from stochbn.experiments.report.scores import METRICS, Method, Results, Score, collect, score, select_exact
+from stochbn.experiments.report.collect import collect, select_exact
+from stochbn.experiments.report.differences import Difference, compare
+from stochbn.experiments.report.notes import describe_notes, describe_provenance, describe_title, summarise
+from stochbn.experiments.report.paper import Papers, check_claims, check_reproduction, set_beside
+from stochbn.experiments.report.scores import METRICS, Results, Scores, score
 from stochbn.experiments.report.tables import (
+    Grid,
     appendix_tables,
     claims_table,
+    differences_table,
+    print_grid,
     print_tables,
     rounded,
     table_1,
     table_2,
     to_csv,
     to_markdown,
+    training_table,
 )
 from stochbn.experiments.training.recipes import EXPERIMENTS
 
 _FIGURES = {
     *("ecdf-out-of-domain", "ecdf-known", "reliability", "rejection", "training"),
     *("samples", "batch-size", "ks", "bound", "gallery"),
-}
-_NAMES = {
-    "lenet5": "LeNet-5",
-    "vgg11": "VGG-11",
-    "resnet18": "ResNet-18",
-    "mnist": "MNIST",
-    "notmnist": "notMNIST",
-    "cifar5": "CIFAR5",
-    "digits": "Digits",
 }
 
 
@@ -66,37 +64,45 @@ def write_report(folder: Path, *, console: Console | None = None) -> Path:
     console = console or Console()
     files, diagnostics = read_files(folder)
     results = collect(files)
+    experiment, title = results.header["experiment"], describe_title(results)
     scores = score(results)
-    papers = compare(results.header["experiment"], scores)
-    claims = [*check_claims(results, scores), *check_reproduction(scores, papers)]
+    papers = set_beside(experiment, scores)
+    claims = [*check_claims(results, scores), *check_reproduction(experiment, scores, papers)]
     exact = select_exact(results, diagnostics) if diagnostics else None
     exact_scores = score(exact) if exact else {}
-    provenance, measured = _describe_provenance(files, results), _summarise(diagnostics)
+    differences = compare_recommended(results)
+    provenance, measured = describe_provenance(files, results), summarise(diagnostics)
     numbers = {
-        "experiment": results.header["experiment"],
+        "experiment": experiment,
         "provenance": provenance,
         "metrics": {metric.key: metric.meaning for metric in METRICS},
-        "methods": {name: _describe(method, scores[name], papers) for name, method in results.methods.items()},
+        "methods": _describe_methods(results, scores, papers),
         "claims": [asdict(claim) for claim in claims],
-        "exact": {name: {key: asdict(found) for key, found in row.items()} for name, row in exact_scores.items()},
+        "differences": [asdict(difference) for difference in differences],
+        "exact": {key: {name: asdict(found) for name, found in row.items()} for key, row in exact_scores.items()},
         "diagnostics": measured,
     }
-    first, second, third = table_1(results, scores, papers), table_2(scores), claims_table(claims)
-    notes = _describe_notes(results, bool(papers))
-    appendices = [*([replace(table_2(exact_scores), best=frozenset())] if exact else []), *appendix_tables(measured)]
+    labels = {key: scored.label for key, scored in results.methods.items()}
+    grids = {
+        "first": table_1(results, scores, papers),
+        "second": table_2(results, scores),
+        "claims": claims_table(claims),
+        "differences": differences_table(differences, labels),
+        "exact": replace(table_2(exact, exact_scores), bold=frozenset()) if exact else Grid([], []),
+        "training": training_table(files, results),
+    }
+    notes, appendices = describe_notes(results, has_paper=bool(papers)), appendix_tables(measured)
     images = _write_figures(folder / "figures", draw_all(results, files, diagnostics))
+    shown = [grid for grid in (*grids.values(), *appendices) if grid.rows]
     text = {
         "scores.json": json.dumps(rounded(numbers), indent=1, ensure_ascii=False) + "\n",
         "table.csv": to_csv(results, scores, papers),
-        "table.md": "\n\n".join([*map(to_markdown, (first, second, third, *appendices)), *notes]) + "\n",
+        "table.md": "\n\n".join([*map(to_markdown, shown), *notes]) + "\n",
         "report.html": _render_page(
-            title=_describe_title(results),
+            **grids,
+            title=title,
             header=results.header,
-            first=first,
-            second=second,
-            exact=replace(table_2(exact_scores), best=frozenset()),
             num_exact=len(exact.labels) if exact else 0,
-            claims=third,
             num_held=sum(claim.holds is True for claim in claims),
             num_checked=sum(claim.holds is not None for claim in claims),
             notes=notes,
@@ -109,8 +115,27 @@ def write_report(folder: Path, *, console: Console | None = None) -> Path:
     }
     for name, content in text.items():
         write_atomically(folder / name, content.encode())
-    print_tables(console, _describe_title(results), scores, papers, claims, appendix_tables(measured))
+    print_tables(console, title, results, scores, papers, claims)
+    for grid in appendices:
+        print_grid(console, grid)
     return folder / "report.html"
+
+
+def compare_recommended(results: Results) -> list[Difference]:
+    """Compares what the guide recommends for one network with several networks, and with a temperature alone.
+
+    Only methods that were scored on the same networks are compared.
+    """
+    methods = results.methods
+    one = "last-tuned" if "last-tuned" in methods else "last"
+    many = f"ensemble+{one}"
+    pairs = ((one, "ensemble"), (one, METHODS["plain"].tempered().key), (many, "ensemble"))
+    return [
+        difference
+        for first, second in pairs
+        if first in methods and second in methods and methods[first].seeds == methods[second].seeds
+        for difference in compare(methods, results.labels, [(first, second)])
+    ]
 
 
 def read_files(folder: Path) -> tuple[list[File], File | None]:
@@ -155,103 +180,6 @@ def draw_all(results: Results, files: list[File], diagnostics: File | None) -> d
     return drawn
 
 
-def _summarise(diagnostics: File | None) -> dict[str, Any]:
-    """Returns the numbers of the diagnostics, the distances of a layer's channels as median, maximum and count."""
-    if diagnostics is None:
-        return {}
-    kept = [
-        *("network", "command", "commit", "versions", "bound", "by_samples", "by_batch_size", "num_curve"),
-        *("statistics", "gallery"),
-    ]
-    numbers = {key: diagnostics.header[key] for key in kept if key in diagnostics.header}
-    if "statistics" in numbers:
-        distances = {}
-        for layer in numbers["statistics"]["layers"]:
-            both = diagnostics.tensors[f"statistics/{layer}/ks"]  # (2, C)
-            finite = [row[~row.isnan()] for row in both]
-            distances[layer] = {
-                symbol: {"median": row.quantile(0.5).item(), "max": row.max().item(), "num_channels": len(row)}
-                for symbol, row in zip(("mean", "log variance"), finite, strict=True)
-                if len(row)
-            }
-        numbers["statistics"] = {**numbers["statistics"], "ks": distances}
-    return numbers
-
-
-def _describe_provenance(files: list[File], results: Results) -> dict[str, Any]:
-    """Returns by what the numbers were made: commands, commits, versions, seeds, counts."""
-    headers = [file.header for file in files]
-    first = next(iter(results.methods.values())).outputs[0]
-    seeds: dict[str, list[int]] = {}
-    for header in headers:
-        seeds.setdefault(header["recipe"], []).append(header["seed"])
-    return {
-        "command": sorted({header["command"] for header in headers}),
-        "commit": sorted({header["commit"] for header in headers}),
-        "versions": sorted({", ".join(f"{k} {v}" for k, v in header["versions"].items()) for header in headers}),
-        "seeds": seeds,
-        "epochs": {header["recipe"]: header["epochs"] for header in headers},
-        "batch_size": {header["recipe"]: header["batch_size"] for header in headers},
-        "num_samples": results.header["num_samples"],
-        "draw_seed": results.header["draw_seed"],
-        "num_test": len(results.labels),
-        "num_out_of_domain": len(first["out-of-domain"].probs) if results.has_out_of_domain else 0,
-        "train_hours": round(sum(header["train_seconds"] for header in headers) / 3600, 2),
-    }
-
-
-def _describe_notes(results: Results, has_paper: bool) -> list[str]:
-    """Returns what a reader of the tables must know."""
-    notes = []
-    if any(len(method.outputs) > 1 for method in results.methods.values()):
-        notes.append(
-            "One network, SBN, Dropout and Dropout + SBN: the mean over networks trained from different seeds, scored "
-            "one by one, ± the standard deviation over these seeds."
-        )
-    if any("uned SBN" in name for name in results.methods):
-        notes.append("Tuned SBN: its spread was chosen for each network by the NLL on validation data.")
-    ensemble = results.methods.get("Deep Ensembles")
-    if ensemble:
-        note = f"Deep Ensembles: the ensemble of all {len(ensemble.seeds)} networks"
-        if ensemble.spread:
-            note += (
-                f", ± the standard deviation over {ensemble.spread} that leave one network out. Those share members, "
-                "so this ± understates how ensembles trained apart differ"
-            )
-        notes.append(note + ".")
-    else:
-        notes.append("Deep Ensembles need at least two networks without dropout; there are fewer.")
-    if has_paper:
-        notes.append(
-            "“Within ±” compares with the paper's ±, and half a unit of its last digit for rounding. The paper prints "
-            "no number for one plain network. Its median entropies are read off its plots, to about 0.02."
-        )
-    if "options" in results.header:
-        notes.append(f"The networks were trained with {results.header['options']} in place of the experiment's own.")
-    expected = EXPERIMENTS.get(results.header["experiment"])
-    for name, wanted in (
-        ("One network", expected and expected.num_seeds),
-        ("Dropout", expected and expected.num_dropout_seeds),
-    ):
-        found = len(results.methods[name].seeds) if name in results.methods else 0
-        if wanted and found < wanted:
-            notes.append(f"Not finished: {name} has {found} of the {wanted} networks of this experiment.")
-    if not results.has_out_of_domain:
-        notes.append("The files hold no out-of-domain predictions, so all that needs them is left out.")
-    return notes
-
-
-def _describe_title(results: Results) -> str:
-    """Returns the networks and the data, as a title."""
-    header = results.header
-    network = _NAMES.get(header["experiment"], header["experiment"])
-    data, other = (_NAMES.get(header[key], header[key]) for key in ("data", "out_of_domain"))
-    known = network if data == network else f"{network}, {data}"
-    if not results.has_out_of_domain:
-        return known
-    return f"{known} against {'its hidden classes' if other == data else other}"
-
-
 def _render_page(**content: Any) -> str:
     """Renders the page, which needs nothing outside itself."""
     environment = jinja2.Environment(
@@ -277,13 +205,17 @@ def _write_figures(folder: Path, drawn: dict[str, Figure]) -> dict[str, str]:
     return images
 
 
-def _describe(method: Method, scores: dict[str, Score], papers: Papers) -> dict[str, Any]:
-    theirs = papers.get(method.name, {})
+def _describe_methods(results: Results, scores: Scores, papers: Papers) -> dict[str, Any]:
     return {
-        "seeds": method.seeds,
-        "std_over": method.spread if len(method.replicas) > 1 else None,
-        "scores": {key: asdict(found) for key, found in scores.items()},
-        "paper": {key: asdict(found) for key, found in theirs.items()},
+        key: {
+            "label": scored.label,
+            "seeds": scored.seeds,
+            "std_over": scored.std_over if len(scored.replicas) > 1 else None,
+            **({"chosen": scored.chosen} if scored.chosen else {}),
+            "scores": {name: asdict(found) for name, found in scores[key].items()},
+            "paper": {name: asdict(found) for name, found in papers.get(key, {}).items()},
+        }
+        for key, scored in results.methods.items()
     }
 
 

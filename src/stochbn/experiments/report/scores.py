@@ -4,7 +4,6 @@ A method that needs one network is scored on each seed's: the mean, ± the stand
 are one ensemble of all plain networks: its score, ± the standard deviation over the ensembles that leave one out.
 """
 
-from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Any, Literal
@@ -12,14 +11,14 @@ from typing import Any, Literal
 import numpy as np
 import torch
 from numpy.typing import NDArray
-from sklearn.metrics import average_precision_score, roc_auc_score  # type: ignore[import-untyped]
 from torch import Tensor
 
-from stochbn.experiments.data.sources import DataError
-from stochbn.experiments.files import PARTS, File, average, unpack
+from stochbn.experiments.files import PARTS
+from stochbn.experiments.methods import Method
 from stochbn.uncertainty import brier, ece, entropy, error, nll
 
 Values = NDArray[np.float64]
+NUM_BINS = 15  # of confidence, as in `stochbn.ece`
 
 
 @dataclass(frozen=True)
@@ -66,8 +65,12 @@ class Score:
     std: float | None
     num_inputs: int
 
+    def times(self, factor: float) -> "Score":
+        """Returns it in another unit."""
+        return Score(factor * self.value, self.std and factor * self.std, self.num_inputs)
 
-Scores = dict[str, dict[str, Score]]  # by method and metric
+
+Scores = dict[str, dict[str, Score]]  # by the keys of method and metric
 
 
 @dataclass(frozen=True, eq=False)
@@ -91,22 +94,37 @@ class Output:
 
 
 @dataclass(frozen=True, eq=False)
-class Method:
-    """A method's predictions.
+class Scored:
+    """A method and its predictions, which the scores are of.
 
     Attributes:
-        name: As in the tables.
+        method: From the table of methods.
         seeds: Of the networks it uses.
         outputs: By part of the data, one for each network; for an ensemble there is one.
         replicas: What the ± is the standard deviation over.
-        spread: That, in words.
+        std_over: That, in words; empty where there is no ±.
+        num_wanted: How many networks the experiment has; 0 where that is not known.
+        chosen: The temperature or spread that validation data chose for each network, or for the ensemble.
     """
 
-    name: str
+    method: Method
     seeds: tuple[int, ...]
     outputs: tuple[dict[str, Output], ...]
     replicas: tuple[dict[str, Output], ...]
-    spread: str
+    std_over: str = ""
+    num_wanted: int = 0
+    chosen: tuple[float, ...] = ()
+
+    @property
+    def label(self) -> str:
+        """Its name in tables and figures, where an ensemble of fewer networks than planned says so."""
+        partial = self.method.group == "ensemble" and len(self.seeds) < self.num_wanted
+        return self.method.label + (f" ({self.count} networks)" if partial else "")
+
+    @property
+    def count(self) -> str:
+        """The number of its networks, in words."""
+        return f"{len(self.seeds)} of {self.num_wanted}" if len(self.seeds) < self.num_wanted else f"{len(self.seeds)}"
 
     def pooled_entropy(self, part: str) -> Values:
         """Returns the entropies that all its networks give a part of the data, in one array."""
@@ -115,52 +133,12 @@ class Method:
 
 @dataclass(frozen=True, eq=False)
 class Results:
-    """The prediction files of one experiment: their common header, the test labels (N,), and the methods by name."""
+    """The prediction files of one experiment: their common header, the test labels (N,), and the methods by key."""
 
     header: dict[str, Any]
     labels: Tensor
-    methods: dict[str, Method]
+    methods: dict[str, Scored]
     has_out_of_domain: bool
-
-
-def collect(files: Sequence[File]) -> Results:
-    """Joins the prediction files of one experiment into methods; an ensemble needs two plain networks.
-
-    Raises:
-        DataError: The files are not all of one experiment, setting and test set, or one lacks a tensor.
-    """
-    for key in ("experiment", "options", "data", "out_of_domain", "classes", "num_samples", "draw_seed"):
-        found = sorted({str(file.header.get(key)) for file in files})
-        if len(found) > 1:
-            raise DataError(
-                f"Expected prediction files of one experiment, got {key} {' and '.join(found)}. "
-                "Keep each experiment in a folder of its own, or evaluate again."
-            )
-    has_out_of_domain = all(any("/out-of-domain/" in name for name in file.tensors) for file in files)
-    parts = PARTS if has_out_of_domain else PARTS[:1]
-
-    def read(method: str) -> dict[int, dict[str, tuple[Tensor, Tensor]]]:
-        having = {file.header["seed"]: file for file in files if f"{method}/test/log_probs" in file.tensors}
-        return {seed: {part: unpack(having[seed], method, part) for part in parts} for seed in sorted(having)}
-
-    try:
-        labels = [file.tensors["labels"].long() for file in files]
-        if any(not torch.equal(other, labels[0]) for other in labels):
-            raise DataError("Expected prediction files on one test set, got different labels. Evaluate again.")
-        plain, sbn = read("plain"), read("sbn")
-        methods = [
-            *_each("One network", plain),
-            *_each("SBN", sbn),
-            *_each("Tuned SBN", read("tuned")),
-            *_ensemble("Deep Ensembles", plain),
-            *_ensemble("Deep Ensembles + SBN", sbn),
-            *_each("Dropout", read("dropout")),
-            *_each("Dropout + SBN", read("dropout+sbn")),
-            *_each("Dropout + tuned SBN", read("dropout+tuned")),
-        ]
-    except KeyError as missing:
-        raise DataError(f"Expected {missing} in every prediction file. Evaluate again.") from missing
-    return Results(files[0].header, labels[0], {method.name: method for method in methods}, has_out_of_domain)
 
 
 def measure(output: dict[str, Output], labels: Tensor) -> dict[str, float]:
@@ -170,7 +148,7 @@ def measure(output: dict[str, Output], labels: Tensor) -> dict[str, float]:
         >>> measure({"test": Output(torch.tensor([[0.8, 0.2], [0.8, 0.2]]))}, torch.tensor([0, 1]))["error_percent"]
         50.0
     """
-    known, strange = output["test"], output.get("out-of-domain")
+    known, other = output["test"], output.get("out-of-domain")
     scores = {
         "error_percent": 100 * error(known.probs, labels).item(),
         "nll": nll(known.probs, labels).item(),
@@ -178,42 +156,87 @@ def measure(output: dict[str, Output], labels: Tensor) -> dict[str, float]:
         "ece": ece(known.probs, labels).item(),
         "entropy_test": float(np.mean(known.entropy)),
     }
-    if strange is not None:
-        scores["entropy_out_of_domain"] = float(np.median(strange.entropy))
-        scores |= {f"{name}_entropy": score for name, score in detect(known.entropy, strange.entropy).items()}
-        if known.information is not None and strange.information is not None:
-            found = detect(known.information, strange.information)
+    if other is not None:
+        scores["entropy_out_of_domain"] = float(np.median(other.entropy))
+        scores |= {f"{name}_entropy": score for name, score in detect(known.entropy, other.entropy).items()}
+        if known.information is not None and other.information is not None:
+            found = detect(known.information, other.information)
             scores |= {f"{name}_information": score for name, score in found.items()}
     return scores
 
 
-def detect(known: Values, strange: Values) -> dict[str, float]:
-    """Scores how well an uncertainty tells out-of-domain inputs, the positive class, from known ones.
+class Ranking:
+    """Known and out-of-domain inputs, the positive class, by an uncertainty: sorted once, scored as often as needed.
 
-    FPR95 is the share of known inputs at or above the highest threshold that at least 95 % of the others reach.
+    Args:
+        known: Uncertainties of the known inputs, (N,).
+        other: Those of the out-of-domain inputs, (M,).
+    """
+
+    def __init__(self, known: Values, other: Values) -> None:
+        values = np.concatenate([known, other])
+        self._order = np.argsort(-values, kind="stable")
+        self._is_other = self._order >= len(known)
+        # The last of each run of equal values: no threshold lies between them.
+        self._ends = np.flatnonzero(np.diff(values[self._order], append=-np.inf))
+
+    def score(self, counts: NDArray[np.int64] | None = None) -> dict[str, float]:
+        """Returns AUROC, AUPR (average precision) and FPR95, of inputs that count once, or as often as is given.
+
+        FPR95 is the share of known inputs at or above the highest threshold that at least 95 % of the others reach.
+
+        Args:
+            counts: Of the known inputs, then of the others, (N + M,).
+        """
+        ordered = np.ones_like(self._order) if counts is None else counts[self._order]
+        other, known = (
+            np.concatenate([[0], np.cumsum(np.where(chosen, ordered, 0))[self._ends]])  # above each threshold
+            for chosen in (self._is_other, ~self._is_other)
+        )
+        num_other, num_known = int(other[-1]), int(known[-1])
+        area = np.diff(known) @ (other[1:] + other[:-1]) / 2  # by trapezoids: equal values are half in order
+        precision = other[1:] / np.maximum(other[1:] + known[1:], 1)
+        reached = np.argmax(other >= num_other - num_other * 5 // 100)  # ⌈0.95 n⌉, in whole numbers
+        return {
+            "auroc": float(area / (num_other * num_known)),
+            "aupr": float(np.diff(other) @ precision / num_other),
+            "fpr95": float(known[reached] / num_known),
+        }
+
+
+def detect(known: Values, other: Values) -> dict[str, float]:
+    """Scores how well an uncertainty distinguishes out-of-domain inputs, the positive class, from known ones.
 
     Example:
         >>> detect(np.array([0.1, 0.2, 0.5]), np.array([0.4, 0.9]))["fpr95"]
         0.3333333333333333
     """
-    truth = np.repeat([0, 1], [len(known), len(strange)])
-    values = np.concatenate([known, strange])
-    threshold = np.sort(strange)[len(strange) * 5 // 100]  # n − ⌈0.95 n⌉, in whole numbers
-    return {
-        "auroc": float(roc_auc_score(truth, values)),
-        "aupr": float(average_precision_score(truth, values)),
-        "fpr95": float(np.mean(known >= threshold)),
-    }
+    return Ranking(known, other).score()
+
+
+def find_bins(confidence: Values) -> NDArray[np.int64]:
+    """Returns which of 15 equal bins each confidence lies in, as `stochbn.ece` has them: 1 is in the last.
+
+    Example:
+        >>> find_bins(np.array([0.05, 0.1, 1.0]))
+        array([ 0,  1, 14])
+    """
+    return np.clip(np.ceil(confidence * NUM_BINS).astype(np.int64) - 1, 0, NUM_BINS - 1)
+
+
+def log_loss(probs: Tensor, labels: Tensor) -> Tensor:
+    """Returns −log p(y | x) of each input, (N,)."""
+    return -probs.gather(1, labels[:, None])[:, 0].clamp_min(torch.finfo(probs.dtype).tiny).log()
 
 
 def score(results: Results) -> Scores:
-    """Scores every method: by its name and the metric's key. A metric that has no meaning for a method is left out."""
+    """Scores every method: by its key and the metric's. A metric that has no meaning for a method is left out."""
     table = {}
-    for method in results.methods.values():
-        found = [measure(output, results.labels) for output in method.outputs]
-        varied = found if method.replicas is method.outputs else [measure(o, results.labels) for o in method.replicas]
-        counts = {part: len(output.probs) for part, output in method.outputs[0].items()}
-        table[method.name] = {
+    for key, scored in results.methods.items():
+        found = [measure(output, results.labels) for output in scored.outputs]
+        varied = found if scored.replicas is scored.outputs else [measure(o, results.labels) for o in scored.replicas]
+        counts = {part: len(output.probs) for part, output in scored.outputs[0].items()}
+        table[key] = {
             metric.key: Score(
                 float(np.mean([scores[metric.key] for scores in found])),
                 float(np.std([scores[metric.key] for scores in varied], ddof=1)) if len(varied) > 1 else None,
@@ -233,55 +256,6 @@ def ecdf(values: Values, thresholds: Values) -> Values:
         array([0. , 0.5, 1. ])
     """
     return np.searchsorted(np.sort(values), thresholds, side="right") / len(values)
-
-
-def select_exact(results: Results, diagnostics: File) -> Results | None:
-    """Returns exact inference (eq. 3) beside the same network, plain and with SBN, on the inputs that it was run on."""
-    seed = int(diagnostics.header["network"].rsplit(" ", 1)[1])
-    one, sbn = results.methods.get("One network"), results.methods.get("SBN")
-    parts = [part for part in PARTS if f"exact/{part}/index" in diagnostics.tensors]
-    if not results.has_out_of_domain:
-        parts = parts[:1]
-    if "test" not in parts or one is None or sbn is None or seed not in one.seeds or seed not in sbn.seeds:
-        return None
-    rows = {part: diagnostics.tensors[f"exact/{part}/index"] for part in parts}
-    methods = {}
-    for method in (one, sbn):
-        whole = method.outputs[method.seeds.index(seed)]
-        output: dict[str, Output] = {part: _take(whole[part], index) for part, index in rows.items()}
-        methods[method.name] = Method(method.name, (seed,), (output,), (output,), "")
-    exact: dict[str, Output] = {part: Output(*unpack(diagnostics, "exact", part)) for part in parts}
-    methods["Exact (eq. 3)"] = Method("Exact (eq. 3)", (seed,), (exact,), (exact,), "")
-    return Results(results.header, results.labels[rows["test"]], methods, len(parts) > 1)
-
-
-def _each(name: str, networks: dict[int, dict[str, tuple[Tensor, Tensor]]]) -> list[Method]:
-    outputs = tuple(
-        {part: Output(probs, None if name == "One network" else h) for part, (probs, h) in network.items()}
-        for network in networks.values()
-    )
-    return [Method(name, tuple(networks), outputs, outputs, f"{len(outputs)} seeds")] if outputs else []
-
-
-def _ensemble(name: str, networks: dict[int, dict[str, tuple[Tensor, Tensor]]]) -> list[Method]:
-    members = list(networks.values())
-    if len(members) < 2:
-        return []
-
-    def join(chosen: list[dict[str, tuple[Tensor, Tensor]]]) -> dict[str, Output]:
-        return {part: Output(*average([member[part] for member in chosen])) for part in chosen[0]}
-
-    whole = (join(members),)
-    if len(members) < 3:  # with one left out there is no ensemble
-        return [Method(name, tuple(networks), whole, whole, "")]
-    without_one = tuple(join(members[:i] + members[i + 1 :]) for i in range(len(members)))
-    spread = f"the {len(members)} ensembles of {len(members) - 1}"
-    return [Method(name, tuple(networks), whole, without_one, spread)]
-
-
-def _take(output: Output, index: Tensor) -> Output:
-    h = output.expected_entropy
-    return Output(output.probs[index], None if h is None else h[index])
 
 
 def _numpy(values: Tensor) -> Values:

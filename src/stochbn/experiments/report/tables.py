@@ -2,6 +2,7 @@
 
 import csv
 import io
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -9,22 +10,41 @@ from rich import box
 from rich.console import Console
 from rich.table import Table
 
-from stochbn.experiments.report.claims import Claim
-from stochbn.experiments.report.paper import Papers, PaperScore
-from stochbn.experiments.report.scores import METRICS, Results, Score, Scores
+from stochbn.experiments.files import File
+from stochbn.experiments.report.collect import has_dropout
+from stochbn.experiments.report.differences import Difference, Interval
+from stochbn.experiments.report.paper import Claim, Papers, PaperScore
+from stochbn.experiments.report.scores import METRICS, Results, Score, Scores, log_loss
 
 _TABLE_1 = ("error_percent", "nll", "entropy_out_of_domain")
 _BOUND = ("lower", "marginal", "gap")
+# The compared metrics with their column, a factor, and digits.
+_COMPARED = (
+    ("error_percent", "Error, %", 1, 2),
+    ("nll", "NLL", 1, 4),
+    ("ece", "ECE, %", 100, 2),
+    ("brier", "Brier", 1, 4),
+    ("auroc_entropy", "AUROC", 1, 4),
+    ("aupr_entropy", "AUPR", 1, 4),
+    ("fpr95_entropy", "FPR95", 1, 4),
+)
+# Columns on the terminal, with the digits of our numbers and of the paper's.
+_PRINTED = {
+    "error_percent": ("Error, %", 2, 2),
+    "nll": ("NLL", 4, 3),
+    "entropy_out_of_domain": ("OOD entropy", 3, 2),
+    "auroc_entropy": ("AUROC", 3, 3),
+}
 _VERDICTS = {True: "holds", False: "does not hold", None: "not measured"}
 
 
 @dataclass(frozen=True)
 class Grid:
-    """A table as text; `best` marks the cells, by row and column, that are best in their row."""
+    """A table as text; `bold` marks cells, by row and column."""
 
     header: list[str]
     rows: list[list[str]]
-    best: frozenset[tuple[int, int]] = frozenset()
+    bold: frozenset[tuple[int, int]] = frozenset()
 
 
 def table_1(results: Results, scores: Scores, papers: Papers) -> Grid:
@@ -36,19 +56,19 @@ def table_1(results: Results, scores: Scores, papers: Papers) -> Grid:
     for metric in metrics:
         header += [metric.label, "paper", "ours is"] if papers else [metric.label]
     rows = []
-    for name, method in results.methods.items():
-        row = [name, f"{len(method.seeds)}{' together' if name.startswith('Deep') else ''}"]
+    for key, scored in results.methods.items():
+        row = [scored.method.label, scored.count + (" together" if scored.method.members else "")]
         for metric in metrics:
-            row.append(score_text(scores[name].get(metric.key), metric.digits))
-            theirs = papers.get(name, {}).get(metric.key)
+            row.append(score_text(scores[key].get(metric.key), metric.digits))
+            theirs = papers.get(key, {}).get(metric.key)
             if papers:
                 row += [score_text(theirs, 3 if metric.key == "nll" else 2), theirs.verdict if theirs else "—"]
         rows.append(row)
     return Grid(header, rows)
 
 
-def table_2(scores: Scores) -> Grid:
-    """Lays out every metric in a row, every method in a column."""
+def table_2(results: Results, scores: Scores) -> Grid:
+    """Lays out every metric in a row, every method in a column; the best of each row is bold."""
     metrics = [metric for metric in METRICS if any(metric.key in row for row in scores.values())]
     rows, best = [], set()
     for metric in metrics:
@@ -62,14 +82,41 @@ def table_2(scores: Scores) -> Grid:
                 for column, one in enumerate(found, 1)
                 if one and round(one.value, metric.digits) == target
             }
-    return Grid(["", *scores], rows, frozenset(best))
+    return Grid(["", *(results.methods[key].label for key in scores)], rows, frozenset(best))
 
 
 def claims_table(claims: list[Claim]) -> Grid:
-    """Lays out the claims: what the paper says, whether it holds here, the numbers."""
-    return Grid(
-        ["The paper's claim", "Here", "Measured"], [[c.statement, _VERDICTS[c.holds], c.evidence] for c in claims]
-    )
+    """Lays out the claims: what is said, whether it holds here, the numbers."""
+    return Grid(["Claim", "Here", "Measured"], [[c.statement, _VERDICTS[c.holds], c.evidence] for c in claims])
+
+
+def differences_table(differences: Sequence[Difference], labels: Mapping[str, str]) -> Grid:
+    """Lays out differences with their intervals, by the labels of both methods; intervals without 0 are bold."""
+    columns = [column for column in _COMPARED if any(column[0] in found.scores for found in differences)]
+    rows, bold = [], set()
+    for found in differences:
+        rows.append([f"{labels[found.first]} − {labels[found.second]}"])
+        for position, (key, _, factor, digits) in enumerate(columns, 1):
+            rows[-1].append(_interval_text(found.scores[key], factor, digits))
+            if found.scores[key].excludes_zero:
+                bold.add((len(rows) - 1, position))
+    return Grid(["Difference (95 % interval)", *(label for _, label, _, _ in columns)], rows, frozenset(bold))
+
+
+def training_table(files: Sequence[File], results: Results) -> Grid:
+    """Lays out the training loss beside the losses on held-out data; no rows where the files do not have it."""
+    test = {
+        (scored.method.group, seed): log_loss(output["test"].probs, results.labels).mean().item()
+        for key, scored in results.methods.items()
+        if key in ("plain", "dropout")
+        for seed, output in zip(scored.seeds, scored.outputs, strict=True)
+    }
+    rows = []
+    for file in (file for file in files if file.header.get("train_loss")):
+        recipe, seed = file.header["recipe"], file.header["seed"]
+        held_out = file.header["validation_nll"][-1], test["dropout" if has_dropout(file) else "network", seed]
+        rows.append([f"{recipe} seed {seed}", *(f"{loss:.4f}" for loss in (file.header["train_loss"][-1], *held_out))])
+    return Grid(["Network", "Training loss, last epoch", "Validation NLL", "Test NLL"], rows)
 
 
 def appendix_tables(measured: dict[str, Any]) -> list[Grid]:
@@ -94,7 +141,7 @@ def appendix_tables(measured: dict[str, Any]) -> list[Grid]:
 
 
 def to_markdown(grid: Grid) -> str:
-    """Returns a table in Markdown, the best cells in bold.
+    """Returns a table in Markdown.
 
     Example:
         >>> print(to_markdown(Grid(["", "SBN"], [["NLL", "0.02"]], frozenset({(0, 1)}))))
@@ -104,7 +151,7 @@ def to_markdown(grid: Grid) -> str:
     """
     lines = [grid.header, ["---"] * len(grid.header)]
     for i, row in enumerate(grid.rows):
-        lines.append([f"**{cell}**" if (i, j) in grid.best else cell for j, cell in enumerate(row)])
+        lines.append([f"**{cell}**" if (i, j) in grid.bold else cell for j, cell in enumerate(row)])
     return "\n".join(f"| {' | '.join(cell.replace('|', chr(92) + '|') for cell in line)} |" for line in lines)
 
 
@@ -113,57 +160,43 @@ def to_csv(results: Results, scores: Scores, papers: Papers) -> str:
     buffer = io.StringIO()
     writer = csv.writer(buffer, lineterminator="\n")
     writer.writerow(["method", "metric", "value", "std", "std_over", "n", "seeds", "paper", "paper_std", "ours_is"])
-    for name, row in scores.items():
-        method = results.methods[name]
+    for method, row in scores.items():
+        scored = results.methods[method]
+        seeds = " ".join(map(str, scored.seeds))
         for key, found in row.items():
-            theirs = papers.get(name, {}).get(key)
-            writer.writerow(
-                [
-                    *(
-                        name,
-                        key,
-                        rounded(found.value),
-                        rounded(found.std),
-                        "" if found.std is None else method.spread,
-                    ),
-                    *(found.num_inputs, " ".join(map(str, method.seeds))),
-                    *((theirs.value, theirs.std, theirs.verdict) if theirs else ("", "", "")),
-                ]
-            )
+            theirs = papers.get(method, {}).get(key)
+            std_over = "" if found.std is None else scored.std_over
+            ours = [method, key, rounded(found.value), rounded(found.std), std_over, found.num_inputs, seeds]
+            writer.writerow([*ours, *((theirs.value, theirs.std, theirs.verdict) if theirs else ("", "", ""))])
     return buffer.getvalue()
 
 
 def print_tables(
-    console: Console, title: str, scores: Scores, papers: Papers, claims: list[Claim], appendices: list[Grid]
+    console: Console, title: str, results: Results, scores: Scores, papers: Papers, claims: list[Claim]
 ) -> None:
-    """Prints the main scores, 80 columns wide, under each the paper's; the claims; the appendices."""
-    table = _terminal_table(title, "Method")
-    columns = {
-        "error_percent": "Error, %",
-        "nll": "NLL",
-        "entropy_out_of_domain": "OOD entropy",
-        "auroc_entropy": "AUROC",
-    }
-    digits = {"error_percent": (2, 2), "nll": (4, 3), "entropy_out_of_domain": (3, 2), "auroc_entropy": (3, 3)}
-    columns = {key: label for key, label in columns.items() if any(key in row for row in scores.values())}
-    for label in columns.values():
-        table.add_column(label)
-    for name, row in scores.items():
-        table.add_row(name, *(score_text(row[key], digits[key][0]) for key in columns))
-        if papers.get(name):
-            table.add_row(
-                "  paper", *(score_text(papers[name].get(key), digits[key][1], "") for key in columns), style="dim"
-            )
+    """Prints the main scores, 80 columns wide, under each the paper's, and the claims."""
+    columns = {key: look for key, look in _PRINTED.items() if any(key in row for row in scores.values())}
+    table = _terminal_table(title, "Method", *(label for label, _, _ in columns.values()))
+    for method, row in scores.items():
+        cells = [score_text(row.get(key), digits) for key, (_, digits, _) in columns.items()]
+        table.add_row(results.methods[method].label, *cells)
+        if papers.get(method):
+            theirs = papers[method]
+            cells = [score_text(theirs.get(key), digits, "") for key, (_, _, digits) in columns.items()]
+            table.add_row("  paper", *cells, style="dim")
     console.print(table)
     colours = {True: "green", False: "red", None: "yellow"}
     for claim in claims:
         console.print(f"[{colours[claim.holds]}]{_VERDICTS[claim.holds]}[/]  {claim.statement}", highlight=False)
         console.print(f"[dim]  {claim.evidence}[/]", highlight=False)
-    for grid in appendices:
-        printed = _terminal_table(f"\n{grid.header[0]}", "", *grid.header[1:])
-        for cells in grid.rows:
-            printed.add_row(*cells)
-        console.print(printed)
+
+
+def print_grid(console: Console, grid: Grid) -> None:
+    """Prints a table under the first word of its header."""
+    printed = _terminal_table(f"\n{grid.header[0]}", "", *grid.header[1:])
+    for cells in grid.rows:
+        printed.add_row(*cells)
+    console.print(printed)
 
 
 def rounded(value: Any) -> Any:
@@ -188,3 +221,8 @@ def score_text(found: Score | PaperScore | None, digits: int, missing: str = "�
     if found is None:
         return missing
     return f"{found.value:.{digits}f}" + ("" if found.std is None else f" ± {found.std:.{digits}f}")
+
+
+def _interval_text(found: Interval, factor: float, digits: int) -> str:
+    difference, low, high = (factor * value for value in (found.difference, found.low, found.high))
+    return f"{difference:+.{digits}f} ({low:+.{digits}f} to {high:+.{digits}f})"

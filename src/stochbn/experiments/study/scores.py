@@ -3,6 +3,7 @@
 A method's temperature is chosen on its validation draws, and divides the log-probabilities of each draw.
 """
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
@@ -10,19 +11,14 @@ from torch import Tensor
 
 import stochbn
 from stochbn.experiments.files import File
+from stochbn.experiments.methods import METHODS, Method
 from stochbn.experiments.report.scores import Output
-from stochbn.experiments.study.study import LAST, PLAIN, VARIANTS, Job, Study
+from stochbn.experiments.study.draws import Task
+from stochbn.experiments.study.results import Choice, Cost
 from stochbn.experiments.training.checkpoints import checkpoint_path, read_checkpoint
 from stochbn.inference.tune import TEMPERATURES, find_minimum
 
-# Ensembles by name, and whose draws their members make.
-ENSEMBLES = {
-    "Deep Ensembles": PLAIN,
-    "Deep Ensembles + SBN": "SBN",
-    "Deep Ensembles + SBN, tuned": "Members of SBN, tuned",
-    "Deep Ensembles + empirical, conditioned, tuned": "Members of empirical, tuned",
-    "Deep Ensembles + last layer": LAST,
-}
+Drawn = Sequence[tuple[Task, File]]  # of one method, by network
 
 
 @dataclass(frozen=True, eq=False)
@@ -54,60 +50,65 @@ class Entry:
     """A method of the study.
 
     Attributes:
-        name: As in the tables.
+        method: From the table of methods.
         seeds: Of its networks.
         units: What is scored: each network, or the ensemble.
         replicas: What the ± is the standard deviation over: the same, or the ensembles that leave one member out.
-        cost: What a prediction costs, and what has to be trained and kept for it.
+        choices: The spreads that were chosen for its networks.
+        cost: Of one network, or of the ensemble.
     """
 
-    name: str
+    method: Method
     seeds: tuple[int, ...]
     units: tuple[Draws, ...]
     replicas: tuple[Draws, ...]
-    cost: dict[str, float]
+    choices: tuple[Choice, ...]
+    cost: Cost
 
     @property
-    def spread(self) -> str:
-        """The ± in words."""
+    def std_over(self) -> str:
+        """What the ± is over, in words."""
         return f"{len(self.replicas)} {'seeds' if self.replicas is self.units else 'ensembles that leave one out'}"
 
 
-def read_draws(study: Study) -> dict[Job, File]:
-    """Reads what the study has drawn."""
-    return {job: File.read(job.path) for job in study.jobs}
-
-
-def list_entries(study: Study, files: dict[Job, File]) -> list[Entry]:
-    """Joins networks and ensembles into methods; an ensemble needs two networks."""
-    by_name = {
-        variant.name: [(job, file) for job, file in files.items() if job.variant == variant] for variant in VARIANTS
-    }
+def list_entries(files: dict[Task, File]) -> list[Entry]:
+    """Joins networks and ensembles into methods, in the order of the table; an ensemble needs two networks."""
+    drawn: dict[str, list[tuple[Task, File]]] = {}
+    for task, file in files.items():
+        drawn.setdefault(task.method.key, []).append((task, file))
     entries = []
-    for variant in VARIANTS:
-        drawn = by_name[variant.name]
-        if drawn and variant.family != "exact" and variant.tuned != "ensemble" and variant.spread is None:
-            units = tuple(Draws((file,)) for _, file in drawn)
-            entries.append(Entry(variant.name, _seeds(drawn), units, units, _cost(drawn[:1])))
-    for name, member in ENSEMBLES.items():
-        drawn = by_name[member]
-        if len(drawn) > 1:
-            whole = Draws(tuple(file for _, file in drawn))
-            rest = [Draws(whole.files[:i] + whole.files[i + 1 :]) for i in range(len(drawn)) if len(drawn) > 2]
-            entries.append(Entry(name, _seeds(drawn), (whole,), tuple(rest) or (whole,), _cost(drawn)))
+    for key, method in METHODS.items():
+        found = drawn.get(method.members or key, [])
+        if method.drawing.family == "exact" or not found or (method.members and len(found) < 2):
+            continue
+        each = tuple(file for _, file in found)
+        if method.members:
+            units: tuple[Draws, ...] = (Draws(each),)
+            rest = tuple(Draws(each[:i] + each[i + 1 :]) for i in range(len(each)) if len(each) > 2)
+            replicas, cost = rest or units, _add_cost(found)
+        else:
+            units = replicas = tuple(Draws((file,)) for file in each)
+            cost = _add_cost(found[:1])
+        seeds = tuple(task.seed for task, _ in found)
+        entries.append(Entry(method, seeds, units, replicas, _list_choices(found), cost))
     return entries
 
 
-def _cost(drawn: list[tuple[Job, File]]) -> dict[str, float]:
-    checkpoints = [read_checkpoint(checkpoint_path(job.recipe, job.seed)) for job, _ in drawn]
-    weights = sum(w.numel() * w.element_size() for checkpoint in checkpoints for w in checkpoint.weights.values())
-    return {
-        "passes": sum(len(file.tensors["test"]) for _, file in drawn),
-        "weights_bytes": weights,
-        "statistics_bytes": sum(file.header.get("stats_bytes", 0) for _, file in drawn),
-        "train_hours": sum(e["seconds"] for checkpoint in checkpoints for e in checkpoint.history) / 3600,
-    }
+def _add_cost(drawn: Drawn) -> Cost:
+    checkpoints = [read_checkpoint(checkpoint_path(*task.network)) for task, _ in drawn]
+    return Cost(
+        passes=sum(len(file.tensors["test"]) for _, file in drawn),
+        weights_bytes=sum(w.numel() * w.element_size() for one in checkpoints for w in one.weights.values()),
+        statistics_bytes=sum(file.header.get("bytes", 0) for _, file in drawn),
+        train_hours=sum(epoch["seconds"] for one in checkpoints for epoch in one.history) / 3600,
+    )
 
 
-def _seeds(drawn: list[tuple[Job, File]]) -> tuple[int, ...]:
-    return tuple(job.seed for job, _ in drawn)
+def _list_choices(drawn: Drawn) -> tuple[Choice, ...]:
+    found = []
+    for task, file in drawn:
+        tuning = file.header.get("tuning")
+        if tuning and task.method.drawing.tuned:
+            curve = tuple((spread, loss) for spread, _, loss in tuning["curve"])
+            found.append(Choice(task.seed, tuning["spread"], curve))
+    return tuple(found)

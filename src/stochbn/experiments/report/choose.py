@@ -1,0 +1,76 @@
+"""Validation predictions → what is chosen for a network: a temperature, a spread. Test data have no say here."""
+
+import math
+from collections.abc import Mapping
+
+from scipy.optimize import minimize_scalar
+from torch import Tensor
+
+from stochbn.experiments.report.scores import log_loss
+from stochbn.uncertainty import entropy
+
+TEMPERATURES = (0.25, 8.0)  # the lowest and the highest that are considered
+
+Network = dict[
+    str, tuple[Tensor, Tensor]
+]  # by part of the data: probabilities (N, K), and the draws' mean entropy (N,)
+
+
+def choose_temperature(probs: Tensor, labels: Tensor) -> float:
+    """Returns the T whose p^(1/T), normalised, has the lowest NLL.
+
+    Args:
+        probs: Of the validation data, (N, K), none of them 0.
+        labels: Theirs, (N,).
+
+    Example:
+        >>> import torch
+        >>> sure = torch.tensor([[0.99, 0.01]] * 4, dtype=torch.float64)
+        >>> T = choose_temperature(sure, torch.tensor([0, 0, 0, 1]))  # right three times in four
+        >>> round(temper(sure, T)[0, 0].item(), 6)
+        0.75
+    """
+    lowest, highest = (1 / limit for limit in TEMPERATURES)
+    # The NLL is convex in 1 / T, a slope of the log-probabilities, so that a search for its minimum cannot go astray.
+    found = minimize_scalar(
+        lambda slope: log_loss(temper(probs, 1 / slope), labels).mean().item(),
+        bounds=(highest, lowest),
+        method="bounded",
+        options={"xatol": 1e-7},
+    )
+    return float(1 / found.x)
+
+
+def temper(probs: Tensor, temperature: float) -> Tensor:
+    """Returns p^(1/T), normalised: what a softmax gives of logits that are divided by T."""
+    return (probs.log() / temperature).softmax(1)
+
+
+def temper_network(network: Network, labels: Tensor) -> tuple[Network, float]:
+    """Gives a network, or the mean of an ensemble, the temperature that validation data choose; returns that too."""
+    temperature = choose_temperature(network["validation"][0], labels)
+    tempered = {part: temper(probs, temperature) for part, (probs, _) in network.items()}
+    return {part: (probs, entropy(probs)) for part, probs in tempered.items()}, temperature
+
+
+def choose_spread(losses: Mapping[float, Tensor]) -> float:
+    """Returns the spread that is nearest to the fitted one, 1, among those within one standard error of the best.
+
+    So the fitted one stands unless another is better by more than one standard error of their paired difference.
+
+    Args:
+        losses: By spread, the loss of each validation input, (N,).
+
+    Example:
+        >>> import torch
+        >>> noise = torch.tensor([0.1, -0.1, 0.1, -0.1])
+        >>> choose_spread({1.0: 0.5 + noise, 2.0: 0.49 - noise}), choose_spread({1.0: 0.5 + noise, 2.0: 0.3 - noise})
+        (1.0, 2.0)
+    """
+    best = min(losses, key=lambda spread: losses[spread].mean().item())
+    near = [spread for spread, loss in losses.items() if _is_within_standard_error(loss - losses[best])]
+    return min(near, key=lambda spread: (abs(math.log(spread)), losses[spread].mean().item()))
+
+
+def _is_within_standard_error(difference: Tensor) -> bool:
+    return (difference.mean() <= difference.std() / math.sqrt(len(difference))).item() is True

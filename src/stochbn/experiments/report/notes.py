@@ -1,0 +1,134 @@
+"""What a reader must know beside the numbers: the title, how they came about, what is missing. Pure functions."""
+
+from collections.abc import Sequence
+from typing import Any
+
+from stochbn.experiments.files import File
+from stochbn.experiments.report.scores import Results, Scored
+from stochbn.experiments.training.recipes import EXPERIMENTS
+
+_NAMES = {
+    "lenet5": "LeNet-5",
+    "vgg11": "VGG-11",
+    "resnet18": "ResNet-18",
+    "mnist": "MNIST",
+    "notmnist": "notMNIST",
+    "cifar5": "CIFAR5",
+    "digits": "Digits",
+}
+_DIAGNOSTICS = (
+    *("network", "command", "commit", "versions", "bound", "by_samples", "by_batch_size", "num_curve"),
+    *("statistics", "gallery"),
+)
+
+
+def describe_title(results: Results) -> str:
+    """Returns the networks and the data, as a title."""
+    header = results.header
+    network = _NAMES.get(header["experiment"], header["experiment"])
+    data, other = (_NAMES.get(header[key], header[key]) for key in ("data", "out_of_domain"))
+    known = network if data == network else f"{network}, {data}"
+    if not results.has_out_of_domain:
+        return known
+    return f"{known} against {'its hidden classes' if other == data else other}"
+
+
+def describe_provenance(files: Sequence[File], results: Results) -> dict[str, Any]:
+    """Returns what made the numbers: commands, commits, versions, seeds, counts."""
+    headers = [file.header for file in files]
+    first = next(iter(results.methods.values())).outputs[0]
+    seeds: dict[str, list[int]] = {}
+    for header in headers:
+        seeds.setdefault(header["recipe"], []).append(header["seed"])
+    return {
+        "command": sorted({header["command"] for header in headers}),
+        "commit": sorted({header["commit"] for header in headers}),
+        "versions": sorted({", ".join(f"{k} {v}" for k, v in header["versions"].items()) for header in headers}),
+        "seeds": seeds,
+        "epochs": {header["recipe"]: header["epochs"] for header in headers},
+        "batch_size": {header["recipe"]: header["batch_size"] for header in headers},
+        "num_samples": results.header["num_samples"],
+        "draw_seed": results.header["draw_seed"],
+        "num_test": len(results.labels),
+        "num_out_of_domain": len(first["out-of-domain"].probs) if results.has_out_of_domain else 0,
+        "train_hours": round(sum(header["train_seconds"] for header in headers) / 3600, 2),
+    }
+
+
+def describe_notes(results: Results, *, has_paper: bool) -> list[str]:
+    """Returns what a reader of the tables must know."""
+    methods = results.methods
+    notes = []
+    if any(len(scored.outputs) > 1 for scored in methods.values()):
+        notes.append(
+            "Methods of one network: the mean over networks trained from different seeds, scored one by one, ± the "
+            "standard deviation over these seeds."
+        )
+    if "ensemble" in methods:
+        notes.append(_describe_ensemble(methods["ensemble"]))
+    else:
+        notes.append("Deep Ensembles need at least two networks without dropout; there are fewer.")
+    if any(scored.method.drawing.tuned and not scored.chosen for scored in methods.values()):
+        notes.append("Tuned SBN: its spread was chosen for each network by the NLL on validation data.")
+    notes += [
+        f"{scored.label}: {'spreads' if scored.method.drawing.tuned else 'temperatures'} chosen on validation data, "
+        f"{', '.join(f'{value:.2f}' for value in scored.chosen)}."
+        for scored in methods.values()
+        if scored.chosen
+    ]
+    if has_paper:
+        notes.append(
+            "“Within ±” compares with the paper's ±, and half a unit of its last digit for rounding. The paper prints "
+            "no number for one plain network. Its median entropies are read off its plots, to about 0.02."
+        )
+    if "options" in results.header:
+        notes.append(f"The networks were trained with {results.header['options']} in place of the experiment's own.")
+    notes += _describe_missing(results)
+    if not results.has_out_of_domain:
+        notes.append("The files hold no out-of-domain predictions, so everything that needs them is left out.")
+    return notes
+
+
+def summarise(diagnostics: File | None) -> dict[str, Any]:
+    """Returns the numbers of the diagnostics, the distances of a layer's channels as median, maximum and count."""
+    if diagnostics is None:
+        return {}
+    numbers = {key: diagnostics.header[key] for key in _DIAGNOSTICS if key in diagnostics.header}
+    if "statistics" in numbers:
+        distances = {}
+        for layer in numbers["statistics"]["layers"]:
+            both = diagnostics.tensors[f"statistics/{layer}/ks"]  # (2, C)
+            finite = [row[~row.isnan()] for row in both]
+            distances[layer] = {
+                symbol: {"median": row.quantile(0.5).item(), "max": row.max().item(), "num_channels": len(row)}
+                for symbol, row in zip(("mean", "log variance"), finite, strict=True)
+                if len(row)
+            }
+        numbers["statistics"] = {**numbers["statistics"], "ks": distances}
+    return numbers
+
+
+def _describe_ensemble(ensemble: Scored) -> str:
+    note = f"Deep Ensembles: the ensemble of all {len(ensemble.seeds)} networks"
+    if ensemble.std_over:
+        note += (
+            f", ± the standard deviation over {ensemble.std_over} that leave one network out. Those share members, "
+            "so this ± understates how ensembles trained apart differ"
+        )
+    return note + "."
+
+
+def _describe_missing(results: Results) -> list[str]:
+    """Returns what an experiment still lacks."""
+    experiment = EXPERIMENTS.get(results.header["experiment"])
+    if experiment is None:
+        return []
+    notes = []
+    for key, label, wanted in (
+        ("plain", "One network", experiment.num_seeds),
+        ("dropout", "Dropout", experiment.num_dropout_seeds),
+    ):
+        found = len(results.methods[key].seeds) if key in results.methods else 0
+        if found < wanted:
+            notes.append(f"Not finished: {label} has {found} of the {wanted} networks of this experiment.")
+    return notes

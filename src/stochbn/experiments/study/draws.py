@@ -1,0 +1,277 @@
+"""Trained networks → draws of every method, kept in the cache: how far one network and its statistics get.
+
+Whatever is chosen (a spread, a temperature) is chosen on validation data. Draws on test data are made with what has
+been chosen, and only scored (`measure`).
+"""
+
+import tempfile
+from collections.abc import Iterator
+from dataclasses import asdict, dataclass, replace
+from functools import cache
+from pathlib import Path
+
+import torch
+from rich.console import Console
+from torch import Tensor
+
+import stochbn
+from stochbn.distributions.seeds import member_seed
+from stochbn.experiments.data.corruptions import CORRUPTIONS, STRENGTHS, corrupt
+from stochbn.experiments.data.sources import cache_dir
+from stochbn.experiments.data.splits import Split
+from stochbn.experiments.evaluation.diagnostics import choose_rows
+from stochbn.experiments.evaluation.evaluate import finished_runs, load_splits
+from stochbn.experiments.evaluation.inference import TrainedNetwork, input_batches, predict, training_batches, tune
+from stochbn.experiments.evaluation.jobs import Job, complete
+from stochbn.experiments.files import DRAW_SEED, PARTS, PREDICTED, File
+from stochbn.experiments.methods import METHODS, Drawing, Method
+from stochbn.experiments.report.differences import NUM_RESAMPLES
+from stochbn.experiments.training.checkpoints import checkpoint_path, digest, load_network, read_checkpoint
+from stochbn.experiments.training.recipes import Experiment, Recipe
+
+FORMAT = 4  # of the draws in the cache and what they mean
+# Drawn for all networks, also on corrupted images; ensembles of these are scored too.
+MAIN = (
+    *("plain", "sbn", "tuned", "real-tuned", "last", "last-tuned", "ensemble+tuned"),
+    *("dropout", "dropout+sbn", "dropout+tuned"),
+)
+# Side issues, drawn for the first networks.
+SIDE = (
+    *("tuned-by-layer", "sbn-conditioned", "lowrank", "lowrank-tuned", "empirical", "real"),
+    *("layers-apart", "channels-apart", "exact"),
+)
+# Whose best spread is found on the test data themselves, and the spreads that are tried beside the fitted one.
+LIMITS: dict[str, tuple[float, ...]] = {
+    "sbn": (2**0.5, 2.0, 2**1.5),
+    "real": (2**-0.5, 2**0.5, 2.0),
+    "last": (2**-0.5, 2**0.5, 2.0),
+}
+
+
+@dataclass(frozen=True)
+class Sizes:
+    """How much is measured.
+
+    Attributes:
+        num_samples: S.
+        num_compared: Networks on which side issues are measured.
+        num_other: Out-of-domain images.
+        num_corrupted: Test images at each strength of each corruption.
+        num_exact: Inputs of each part for exact inference.
+        num_resamples: Of the intervals of differences.
+    """
+
+    num_samples: int = 50
+    num_compared: int = 3
+    num_other: int = 5000
+    num_corrupted: int = 200
+    num_exact: int = 200
+    num_resamples: int = NUM_RESAMPLES
+
+
+@dataclass(frozen=True)
+class Task:
+    """A method to draw for one network, and the file of its draws."""
+
+    method: Method
+    recipe: Recipe
+    seed: int
+
+    @property
+    def network(self) -> tuple[Recipe, int]:
+        """Whose draws they are."""
+        return self.recipe, self.seed
+
+    @property
+    def path(self) -> Path:
+        """Where the draws are kept."""
+        return cache_dir() / "study" / self.recipe.name / f"seed{self.seed}" / f"{self.method.key}.safetensors"
+
+
+class Study:
+    """The networks and the data of an experiment, as far as its draws need them.
+
+    Args:
+        experiment: Which networks.
+        sizes: How much is measured.
+        data: Where you keep the published data files.
+        compiles: Whether predictions are compiled.
+        console: Where progress goes.
+
+    Raises:
+        CheckpointError: No network of the experiment has been trained.
+    """
+
+    def __init__(
+        self,
+        experiment: Experiment,
+        sizes: Sizes,
+        *,
+        data: Path | None = None,
+        compiles: bool = False,
+        console: Console | None = None,
+    ) -> None:
+        self.experiment = experiment
+        self.sizes = sizes
+        self.compiles = compiles
+        self.console = console or Console()
+        self.tasks = list_tasks(finished_runs(experiment, self.console), sizes.num_compared)
+        self.splits = load_splits(experiment.recipe, data)
+        other = self.splits["out-of-domain"]
+        self.splits["out-of-domain"] = other[choose_rows(other, sizes.num_other)]
+        self.corrupted = corrupt_all(self.splits["test"], sizes.num_corrupted)
+        self.trained = cache(self._load)
+        self._tune_together = cache(self._tune_ensemble)
+
+    @property
+    def command(self) -> str:
+        """What a user types to get this study."""
+        return f"stochbn study {self.experiment.name} --samples {self.sizes.num_samples}"
+
+    def draw(self) -> None:
+        """Makes the draws of every task that has none yet."""
+        complete(map(self._to_job, self.tasks), command=self.command, console=self.console)
+
+    def read(self) -> dict[Task, File]:
+        """Reads what has been drawn."""
+        return {task: File.read(task.path) for task in self.tasks}
+
+    def source(self, task: Task) -> stochbn.Distribution | None:
+        """Returns the distribution that a task draws from, tuned where it is to be; None without SBN."""
+        drawing = task.method.drawing
+        if drawing.tuned == "ensemble":
+            return self._tune_together(drawing)[self._members(drawing).index(task)]
+        stats = self.trained(*task.network).distribution(replace(drawing, apart=None))
+        if drawing.apart:
+            assert isinstance(stats, stochbn.Empirical)
+            return take_apart(stats, drawing.apart)
+        return stats
+
+    def sample(self, task: Task, stats: stochbn.Distribution | None, split: Split) -> Tensor:
+        """Returns the log-probabilities of each draw, (S, N, K) in float16."""
+        drawing, num_samples = task.method.drawing, self.sizes.num_samples
+        if drawing.exhaustive:
+            assert isinstance(stats, stochbn.Empirical)
+            num_samples = len(stats.observations)
+        found = predict(
+            self.trained(*task.network).network,
+            stats,
+            split,
+            num_samples=num_samples,
+            seed=member_seed(DRAW_SEED, task.seed),
+            link="identity",
+            dropout=drawing.dropout,
+            compiles=self.compiles,
+            keep_samples=True,
+            progress=self.console.is_terminal,
+        ).samples
+        return _to_log_probs(found)
+
+    def _to_job(self, task: Task) -> Job:
+        members = self._members(task.method.drawing) if task.method.drawing.tuned == "ensemble" else [task]
+        identity = {
+            "study_format": FORMAT,
+            "drawing": asdict(task.method.drawing),
+            "num_samples": self.sizes.num_samples,
+            "weights_sha256": [digest(read_checkpoint(checkpoint_path(*one.network)).weights) for one in members],
+        }
+        title = f"{task.recipe.name} seed {task.seed}: {task.method.label}"
+        return Job(title, task.path, identity, lambda: self._draw(task))
+
+    def _draw(self, task: Task) -> File:
+        if task.method.drawing.family == "exact":
+            return self._draw_exactly(task)
+        stats = self.source(task)
+        header = {} if stats is None else {"tuning": stats.tuning and asdict(stats.tuning), "bytes": _num_bytes(stats)}
+        parts = PARTS if task.method.drawing.spread is not None else PREDICTED
+        tensors: dict[str, Tensor] = {part: self.sample(task, stats, self.splits[part]) for part in parts}
+        if task.method.key in MAIN:
+            # Together, as a call for each of so many small parts would cost more than the predictions.
+            splits = self.corrupted.values()
+            images, labels = (torch.cat([getattr(split, name) for split in splits]) for name in ("images", "labels"))
+            whole = self.sample(task, stats, replace(self.splits["test"], images=images, labels=labels))
+            tensors |= dict(zip(self.corrupted, whole.split([*map(len, splits)], dim=1), strict=True))
+        return File(header, tensors)
+
+    def _draw_exactly(self, task: Task) -> File:
+        """Draws twice S mini-batches on some inputs, to compare each half with the other and what is to come close."""
+        tensors: dict[str, Tensor] = {}
+        for part in PARTS:
+            index = choose_rows(self.splits[part], self.sizes.num_exact)
+            found = stochbn.exact_predict(
+                self.trained(*task.network).network,
+                training_batches(self.splits["train"], task.recipe),
+                input_batches(self.splits[part][index]),
+                batch_size=task.recipe.mini_batch_size,
+                num_samples=2 * self.sizes.num_samples,
+                seed=DRAW_SEED,
+                link="identity",
+                progress=self.console.is_terminal,
+            ).samples
+            tensors |= {part: _to_log_probs(found), f"{part}/index": index}
+        return File({}, tensors)
+
+    def _tune_ensemble(self, drawing: Drawing) -> list[stochbn.Distribution]:
+        networks = [self.trained(*task.network) for task in self._members(drawing)]
+        stats = [trained.distribution(replace(drawing, tuned=None)) for trained in networks]
+        modules = [trained.network for trained in networks]
+        return list(tune(modules, stats, self.splits["validation"], progress=self.console.is_terminal))
+
+    def _members(self, drawing: Drawing) -> list[Task]:
+        return [task for task in self.tasks if task.method.drawing == drawing]
+
+    def _load(self, recipe: Recipe, seed: int) -> TrainedNetwork:
+        network = load_network(checkpoint_path(recipe, seed))
+        return TrainedNetwork(network, recipe, seed, self.splits, progress=self.console.is_terminal)
+
+
+def list_tasks(runs: list[tuple[Recipe, int]], num_compared: int) -> list[Task]:
+    """Lists what is to be drawn for these trained networks, side issues for the first of them."""
+    limits = [METHODS[key].at(spread) for key, spreads in LIMITS.items() for spread in spreads]
+    tasks = []
+    for method in (*(METHODS[key] for key in (*MAIN, *SIDE)), *limits):
+        own = [run for run in runs if (run[0].dropout > 0) == method.drawing.dropout]
+        if method.drawing.tuned != "ensemble" or len(own) > 1:
+            tasks += [Task(method, *run) for run in (own if method.key in MAIN else own[:num_compared])]
+    return tasks
+
+
+def corrupt_all(test: Split, count: int) -> dict[str, Split]:
+    """Returns some test images at each strength of each corruption, by name, such as "noise 3"."""
+    chosen = test[choose_rows(test, count)]
+    return {part: replace(chosen, images=corrupt(chosen.images, *what)) for part, what in list_corruptions()}
+
+
+def list_corruptions() -> Iterator[tuple[str, tuple[str, int]]]:
+    """Yields the name, kind and strength of every corruption."""
+    for kind in CORRUPTIONS:
+        for strength in STRENGTHS:
+            yield f"{kind} {strength}", (kind, strength)
+
+
+def take_apart(stats: stochbn.Empirical, apart: str) -> stochbn.Empirical:
+    """Destroys correlations and keeps the rest: shuffles the mini-batches of each layer or channel by itself.
+
+    Args:
+        stats: With the statistics of real mini-batches.
+        apart: "layers" leaves correlations within each layer; "channels" those between the mean and the variance of a
+            channel.
+    """
+    size, kinds, channels = stats.observations.shape
+    counts = stats.sizes if apart == "layers" else [1] * channels
+    generator = torch.Generator().manual_seed(DRAW_SEED)
+    orders = torch.rand(size, len(counts), generator=generator).argsort(dim=0)
+    index = orders.repeat_interleave(torch.tensor(counts), dim=1)[:, None].expand(-1, kinds, -1)  # (B, 2, C)
+    return replace(stats, observations=stats.observations.gather(0, index))
+
+
+def _to_log_probs(outputs: Tensor | None) -> Tensor:
+    assert outputs is not None
+    return outputs.log_softmax(2).half()
+
+
+def _num_bytes(stats: stochbn.Distribution) -> int:
+    with tempfile.TemporaryDirectory() as folder:
+        path = Path(folder, "stats")
+        stats.save(path)
+        return path.stat().st_size

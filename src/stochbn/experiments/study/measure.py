@@ -1,0 +1,114 @@
+"""Draws of every method → every number of the study. Nothing here runs a network."""
+
+import numpy as np
+from torch import Tensor
+
+from stochbn.experiments.files import PARTS, File, provenance
+from stochbn.experiments.methods import METHODS
+from stochbn.experiments.report import scores as report
+from stochbn.experiments.report.differences import compare
+from stochbn.experiments.report.scores import METRICS, Output, Scored
+from stochbn.experiments.study.draws import Study, Task
+from stochbn.experiments.study.evidence import ece_by_chance, measure_distances, measure_draws, measure_limits
+from stochbn.experiments.study.results import Quality, Results, Row
+from stochbn.experiments.study.scores import Draws, Entry, list_entries
+
+_BY_DRAWS = ("real-tuned", "last-tuned")  # whose first draws are scored
+_TEMPERED = {key: METHODS[key].tempered().key for key in ("plain", "last", "ensemble", "ensemble+last")}
+# Pairs whose differences are given with intervals.
+COMPARISONS = (
+    ("last-tuned", "ensemble"),
+    ("last-tuned", _TEMPERED["plain"]),
+    ("last-tuned", "real-tuned"),
+    (_TEMPERED["last"], "ensemble"),
+    ("real-tuned", "ensemble"),
+    ("ensemble+last", "ensemble"),
+    ("ensemble+last", _TEMPERED["ensemble"]),
+    ("ensemble+last", "last-tuned"),
+    (_TEMPERED["ensemble+last"], "ensemble"),
+)
+
+
+def measure_study(study: Study, files: dict[Task, File]) -> Results:
+    """Returns every number of the study."""
+    sizes, labels = study.sizes, study.splits["test"].labels
+    entries = list_entries(files)
+    rows: dict[str, Row] = {}
+    scored: dict[str, Scored] = {}
+    for entry in entries:
+        rows[entry.method.key], found = _measure_entry(study, entry)
+        scored |= {one.method.key: one for one in found}
+        study.console.print(f"scored {entry.method.label}", highlight=False)
+    pairs = [pair for pair in COMPARISONS if all(key in scored for key in pair)]
+    units = {entry.method.key: entry.units for entry in entries}
+    return Results(
+        experiment=study.experiment.name,
+        **provenance(study.command),
+        drawn_at=tuple(sorted({file.header["commit"] for file in files.values()})),
+        sizes=sizes,
+        num_inputs={name: len(split) for name, split in (study.splits | study.corrupted).items()},
+        metrics={metric.key: metric.meaning for metric in METRICS},
+        methods=rows,
+        differences=tuple(compare(scored, labels, pairs, sizes.num_resamples)),
+        first_draws={key: measure_draws(units[key], labels) for key in _BY_DRAWS if key in units},
+        limits=measure_limits(files, labels, sizes.num_compared),
+        distances=measure_distances(files, labels),
+        weights_sha256={
+            f"{task.recipe.name} seed {task.seed}": file.header["weights_sha256"][0]
+            for task, file in files.items()
+            if task.method.drawing.tuned != "ensemble"
+        },
+    )
+
+
+def _measure_entry(study: Study, entry: Entry) -> tuple[Row, tuple[Scored, Scored]]:
+    """Scores a method as it is and with a temperature, which validation data choose for each network or ensemble."""
+    validation = study.splits["validation"].labels
+    chosen = {unit: unit.choose_temperature(validation) for unit in {*entry.units, *entry.replicas}}
+    plain, tempered = (
+        _average(entry, temperatures, is_tempered)
+        for temperatures, is_tempered in ((dict.fromkeys(chosen, 1.0), False), (chosen, True))
+    )
+    row = Row(
+        seeds=entry.seeds,
+        std_over=entry.std_over,
+        plain=_score(study, entry, plain, dict.fromkeys(chosen, 1.0)),
+        tempered=_score(study, entry, tempered, chosen),
+        temperatures=tuple(chosen[unit] for unit in entry.units),
+        choices=entry.choices,
+        cost=entry.cost,
+    )
+    return row, (plain, tempered)
+
+
+def _average(entry: Entry, temperatures: dict[Draws, float], is_tempered: bool) -> Scored:
+    outputs: dict[Draws, dict[str, Output]] = {
+        unit: {part: unit.average(part, temperature) for part in PARTS} for unit, temperature in temperatures.items()
+    }
+    own = tuple(outputs[unit] for unit in entry.units)
+    varied = own if entry.replicas is entry.units else tuple(outputs[unit] for unit in entry.replicas)
+    method = entry.method.tempered() if is_tempered else entry.method
+    return Scored(method, entry.seeds, own, varied, entry.std_over)
+
+
+def _score(study: Study, entry: Entry, scored: Scored, temperatures: dict[Draws, float]) -> Quality:
+    labels = study.splits["test"].labels
+    results = report.Results({}, labels, {scored.method.key: scored}, True)
+    corrupted = {part: split.labels for part, split in study.corrupted.items()}
+    measured = all(part in entry.units[0].files[0].tensors for part in corrupted)
+    return Quality(
+        scores=report.score(results)[scored.method.key],
+        each=tuple(report.measure(output, labels) for output in scored.outputs),
+        chance=ece_by_chance([output["test"].probs for output in scored.outputs]),
+        corruptions=_score_corrupted(entry, temperatures, corrupted) if measured else {},
+    )
+
+
+def _score_corrupted(
+    entry: Entry, temperatures: dict[Draws, float], labels: dict[str, Tensor]
+) -> dict[str, dict[str, float]]:
+    found = {}
+    for part, own in labels.items():
+        each = [report.measure({"test": unit.average(part, temperatures[unit])}, own) for unit in entry.units]
+        found[part] = {key: float(np.mean([one[key] for one in each])) for key in ("nll", "ece", "error_percent")}
+    return found
