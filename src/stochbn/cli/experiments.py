@@ -156,7 +156,7 @@ def reproduce(
     experiment: ExperimentName,
     out: Results = None,
     samples: ProtocolSamples = None,
-    jobs: Annotated[int, typer.Option(metavar="N", help="Networks at a time, each in a one-thread process.")] = 1,
+    jobs: Annotated[int, typer.Option(metavar="N", help="Networks at a time; several have one thread each.")] = 1,
     folder: Folder = None,
     threads: Threads = None,
     *,
