@@ -200,16 +200,12 @@ def study(
     Example: `stochbn study lenet5 --compile`
     """
     chosen = _choose(EXPERIMENTS, experiment, "experiment")
-    from stochbn.experiments.study.report import write_study
-    from stochbn.experiments.study.results import measure_study
-    from stochbn.experiments.study.scores import read_draws
-    from stochbn.experiments.study.study import Study
+    from stochbn.experiments.study.study import run_study
 
     console.rule(f"Study {experiment}")
-    plan = Study(chosen, num_samples=samples, data=folder, compiles=compile, console=console)
-    plan.draw()
-    results = measure_study(plan, read_draws(plan))
-    say(f"Wrote {write_study(results, out or Path('results', 'beyond', experiment), console)}")
+    results = out or Path("results", "beyond", experiment)
+    path = run_study(chosen, results, num_samples=samples, data=folder, compiles=compile, console=console)
+    say(f"Wrote {path}")
 
 
 def _reproduce(experiment: Experiment, out: Path | None, samples: int | None, folder: Path | None, jobs: int) -> None:
