@@ -234,3 +234,21 @@ def test_demo_is_the_digits_with_one_thread(run, steps, monkeypatch):
     assert used[0] == 1
     assert steps == [("reproduce", EXPERIMENTS["digits"], Path("demo"), 1, None, None), ("report", Path("demo"))]
     assert "Open demo/index.html\n" in out
+
+
+def test_study_passes_its_options_on(run, monkeypatch):
+    calls = []
+
+    def run_study(experiment, folder, *, num_samples, data, compiles, console):
+        calls.append((experiment, folder, num_samples, data, compiles))
+        return folder / "study.md"
+
+    monkeypatch.setattr("stochbn.experiments.study.study.run_study", run_study)
+    assert run("study", "digits")[0] == 0
+    code, out, _ = run("study", "lenet5", "--compile", out="o", samples=7, folder="d", threads=1)
+    assert code == 0
+    assert "Wrote o/study.md\n" in out
+    assert calls == [
+        (EXPERIMENTS["digits"], Path("results/beyond/digits"), 50, None, False),
+        (EXPERIMENTS["lenet5"], Path("o"), 7, Path("d"), True),
+    ]

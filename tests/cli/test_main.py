@@ -77,11 +77,12 @@ def fail_with(error):
 )
 def test_errors_of_any_kind_are_one_line_and_debug_raises_them(refused, monkeypatch, error, line):
     monkeypatch.setattr("stochbn.experiments.training.train.train", fail_with(error))
+    hook = sys.excepthook  # which prints the traceback
     assert refused("train", "digits").startswith(line)
     for arguments in (["--debug", "train", "digits"], ["train", "digits", "--debug"]):
         with pytest.raises(type(error)):
             main(arguments)
-    assert sys.excepthook is sys.__excepthook__  # which prints the traceback
+    assert sys.excepthook is hook
 
 
 @pytest.mark.parametrize("debug", [[], ["--debug"]])

@@ -156,7 +156,7 @@ def reproduce(
     experiment: ExperimentName,
     out: Results = None,
     samples: ProtocolSamples = None,
-    jobs: Annotated[int, typer.Option(metavar="N", help="Networks at a time, each in a one-thread process.")] = 1,
+    jobs: Annotated[int, typer.Option(metavar="N", help="Networks at a time; several have one thread each.")] = 1,
     folder: Folder = None,
     threads: Threads = None,
     *,
@@ -204,7 +204,8 @@ def study(
 
     console.rule(f"Study {experiment}")
     results = out or Path("results", "beyond", experiment)
-    say(f"Wrote {run_study(chosen, results, num_samples=samples, data=folder, compiles=compile, console=console)}")
+    path = run_study(chosen, results, num_samples=samples, data=folder, compiles=compile, console=console)
+    say(f"Wrote {path}")
 
 
 def _reproduce(experiment: Experiment, out: Path | None, samples: int | None, folder: Path | None, jobs: int) -> None:
