@@ -80,7 +80,7 @@ def _make(reference: str, kinds: tuple[type, ...], wanted: str) -> object:
 def _load_object(reference: str) -> Any:
     """Imports `package.module:attribute`, from the current directory too.
 
-    Example:
+    Examples:
         >>> _load_object("math:pi")
         3.141592653589793
     """

@@ -42,7 +42,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
 def explain(error: Exception) -> str:
     """Puts an error on one line, with its type only if nobody foresaw it.
 
-    Example:
+    Examples:
         >>> explain(ModuleNotFoundError("No module named 'pooch'", name="pooch"))
         "No module named 'pooch'. Install with pip install 'stochbn[experiments]'."
         >>> explain(KeyError("fc"))

@@ -23,7 +23,7 @@ class Draws:
             for the layers where `predict` is to count it in.
         temperature: What `predict` divides the outputs by, before the softmax or the sigmoid.
 
-    Example:
+    Examples:
         >>> import torch
         >>> draws = Draws({"running_mean": torch.zeros(5, 3), "running_var": torch.ones(5, 3)})
         >>> len(draws), len(draws[1:3])

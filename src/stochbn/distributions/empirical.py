@@ -44,7 +44,7 @@ class Empirical(Distribution):
     Attributes:
         observations: (B, 2, ΣC) μ and log(σ² + ε) of B mini-batches, spread evenly over those of the fit.
 
-    Example:
+    Examples:
         >>> import stochbn
         >>> from torch import nn
         >>> model = nn.Sequential(nn.Linear(2, 3), nn.BatchNorm1d(3, momentum=None))

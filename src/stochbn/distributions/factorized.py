@@ -12,7 +12,7 @@ from stochbn.distributions.seeds import antithetic_normal
 class Factorized(Distribution):
     """The paper's r(μ) r(σ) (eq. 4): independent Normal means and Log-normal deviations, by matched moments.
 
-    Example:
+    Examples:
         >>> import stochbn, torch
         >>> from torch import nn
         >>> model = nn.Sequential(nn.Linear(2, 3), nn.BatchNorm1d(3, momentum=None))

@@ -58,7 +58,7 @@ def load(path: str | os.PathLike[str], *, device: torch.device | str = "cpu") ->
     Raises:
         ValueError: The file is truncated, not ours, of another format version, or holds impossible numbers.
 
-    Example:
+    Examples:
         >>> import stochbn, tempfile
         >>> moments = Moments.of(torch.tensor([[[0.0], [0.0]], [[1.0], [0.5]]], dtype=torch.float64))
         >>> stats = Factorized({"bn": Layer(1e-5, moments)}, batch_size=16, num_batches=2)

@@ -79,7 +79,7 @@ def fit(
     Returns:
         The distribution, to sample from, to `save` and to `predict` with.
 
-    Example:
+    Examples:
         >>> model = nn.Sequential(nn.Conv2d(1, 4, 3), nn.BatchNorm2d(4, momentum=None), nn.ReLU())
         >>> loader = [(torch.rand(32, 1, 8, 8), torch.zeros(32)) for _ in range(5)]
         >>> for x, _ in loader:

@@ -68,7 +68,7 @@ class LowRank(Distribution):
     Attributes:
         factors: (R, 2, ΣC), what a standard Normal number moves μ and log(σ² + ε) by; the strongest first.
 
-    Example:
+    Examples:
         >>> import stochbn
         >>> from torch import nn
         >>> model = nn.Sequential(nn.Linear(2, 3), nn.BatchNorm1d(3, momentum=None))

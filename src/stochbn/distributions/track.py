@@ -81,7 +81,7 @@ def track(model: nn.Module, momentum: float = 0.1) -> Iterator[Tracker]:
     Yields:
         A tracker, whose `distribution()` gives the fit at any time.
 
-    Example:
+    Examples:
         >>> model = nn.Sequential(nn.Linear(2, 3), nn.BatchNorm1d(3))
         >>> with track(model) as tracker:
         ...     for _ in range(20):

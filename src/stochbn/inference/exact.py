@@ -56,7 +56,7 @@ def exact_predict(
         keep_samples: Keep every sample's prediction.
         progress: Show a progress bar.
 
-    Example:
+    Examples:
         >>> model = nn.Sequential(nn.Linear(2, 8), nn.BatchNorm1d(8), nn.Linear(8, 3))
         >>> loader = [torch.randn(16, 2) for _ in range(20)]
         >>> exact_predict(model, loader, torch.randn(5, 2), num_samples=10)
@@ -177,7 +177,7 @@ def lower_bound(
         chunk_size: As there.
         progress: Show a progress bar.
 
-    Example:
+    Examples:
         >>> model = nn.Sequential(nn.Linear(2, 8), nn.BatchNorm1d(8), nn.Linear(8, 3))
         >>> loader = [torch.randn(16, 2) for _ in range(20)]
         >>> bound = lower_bound(model, loader, torch.randn(5, 2), torch.zeros(5, dtype=torch.long), num_samples=20)

@@ -71,7 +71,7 @@ def predict(
     Returns:
         A `Prediction`. It carries gradients with respect to inputs that require them (and to the parameters that do).
 
-    Example:
+    Examples:
         >>> import stochbn, torch
         >>> model = nn.Sequential(nn.Linear(2, 8), nn.BatchNorm1d(8, momentum=None), nn.ReLU(), nn.Linear(8, 3))
         >>> loader = [torch.randn(16, 2) for _ in range(20)]

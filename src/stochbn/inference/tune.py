@@ -80,7 +80,7 @@ def tune(
     Returns:
         The distribution, or the list of them, with `tuning` set, which `predict` follows and `save` includes.
 
-    Example:
+    Examples:
         >>> import stochbn
         >>> _ = torch.manual_seed(2)
         >>> model = nn.Sequential(nn.Linear(2, 8), nn.BatchNorm1d(8, momentum=None), nn.ReLU(), nn.Linear(8, 3))
@@ -297,7 +297,7 @@ def _best(points: Sequence[tuple[float, float, float]]) -> tuple[float, float]:
 def find_minimum(points: Sequence[tuple[float, float]]) -> tuple[float, float]:
     """Finds where a curve through points (x, y) is lowest: a parabola over log x through the lowest and its neighbours.
 
-    Example:
+    Examples:
         >>> x, y = find_minimum([(2**k, (k - 0.8) ** 2) for k in range(-2, 4)])
         >>> round(math.log2(x), 6), round(y, 6)
         (0.8, 0.0)

@@ -34,7 +34,7 @@ def batch_statistics(x: Tensor, eps: float, num_batches: int = 1) -> Tensor:
     Returns:
         (G, 2, C).
 
-    Example:
+    Examples:
         >>> x = torch.tensor([[1.0], [3.0], [10.0], [10.0]])
         >>> batch_statistics(x, eps=1.0, num_batches=2)[:, 0].flatten()
         tensor([ 2., 10.])
@@ -59,7 +59,7 @@ def normalise(
     Returns:
         The output, shaped as `x`, and what `batch_statistics` gives, (G, 2, C).
 
-    Example:
+    Examples:
         >>> x = torch.tensor([[1.0], [3.0], [10.0], [10.0]])
         >>> output, statistics = normalise(x, None, None, eps=1.0, num_batches=2)
         >>> torch.allclose(statistics, batch_statistics(x, 1.0, 2))
@@ -95,7 +95,7 @@ class Answering(TorchFunctionMode):
     Args:
         answer: Takes the arguments of the call and returns its output.
 
-    Example:
+    Examples:
         >>> with Answering(lambda call: call.input + 1):
         ...     torch.nn.BatchNorm1d(2)(torch.zeros(1, 2))
         tensor([[1., 1.]])
@@ -158,7 +158,7 @@ class BatchNormalization:
         layers: By name.
         record: Whether to note what they saw.
 
-    Example:
+    Examples:
         >>> layer = torch.nn.BatchNorm1d(1).eval()
         >>> normalization = BatchNormalization({"": layer})
         >>> with Answering(normalization.answer):

@@ -31,7 +31,7 @@ def load_digits() -> tuple[Tensor, Tensor]:
 
     They are 8 × 8 with 17 levels of grey; enlarged by bicubic interpolation.
 
-    Example:
+    Examples:
         >>> images, labels = load_digits()
         >>> images.shape, labels[:3].tolist()
         (torch.Size([1797, 1, 28, 28]), [0, 1, 2])
@@ -50,7 +50,7 @@ def render_glyphs(num_images: int = 1000, seed: int = 0) -> tuple[Tensor, Tensor
     Returns:
         Images `(N, 1, 28, 28)`, uint8, and labels `(N,)`, 0 for A.
 
-    Example:
+    Examples:
         >>> images, labels = render_glyphs(20)
         >>> images.shape, labels[:3].tolist()
         (torch.Size([20, 1, 28, 28]), [0, 1, 2])

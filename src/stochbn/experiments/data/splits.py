@@ -39,7 +39,7 @@ class Split:
 
     A slice or a tensor of indices takes some of the images with their labels.
 
-    Example:
+    Examples:
         >>> split = load_split("digits", "test")
         >>> len(split), split.images.shape, split.classes[:3]
         (397, torch.Size([397, 1, 28, 28]), ('0', '1', '2'))
@@ -100,7 +100,7 @@ def load_split(data: str, part: Part, *, folder: Path | None = None, class_seed:
 def draw_known_classes(seed: int | None = None) -> tuple[int, ...]:
     """Returns which five of CIFAR-10's classes are known: the first five, or five drawn by a seed.
 
-    Example:
+    Examples:
         >>> draw_known_classes()
         (0, 1, 2, 3, 4)
     """
@@ -118,7 +118,7 @@ def list_data() -> dict[str, bool]:
 def to_inputs(images: Tensor) -> Tensor:
     """Turns uint8 pixels into what a network takes: float32 in [0, 1]. Changes nothing.
 
-    Example:
+    Examples:
         >>> to_inputs(torch.tensor([0, 51, 255], dtype=torch.uint8))
         tensor([0.0000, 0.2000, 1.0000])
     """
@@ -128,7 +128,7 @@ def to_inputs(images: Tensor) -> Tensor:
 def decode_idx(content: bytes) -> Tensor:
     """Decodes an idx file of unsigned bytes: two zeros, type 8, the number of dimensions, each size, the values.
 
-    Example:
+    Examples:
         >>> decode_idx(bytes([0, 0, 8, 1, 0, 0, 0, 3, 7, 8, 9]))
         tensor([7, 8, 9], dtype=torch.uint8)
     """

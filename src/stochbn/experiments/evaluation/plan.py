@@ -91,7 +91,7 @@ def show(runs: Sequence[Run], jobs: int, console: Console) -> None:
 def summarise(runs: Sequence[Run], jobs: int) -> str:
     """Returns a plan in a line.
 
-    Example:
+    Examples:
         >>> from stochbn.experiments.training.recipes import RECIPES
         >>> summarise([Run(RECIPES["lenet5"], 0, "left", 25, 7200.0), Run(RECIPES["lenet5"], 1, "done", 50, 0.0)], 2)
         '1 of 2 networks done, 0 running, 1 left; about 2 h 00 min to go.'

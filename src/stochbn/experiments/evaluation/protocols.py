@@ -109,7 +109,7 @@ LARGEST = replace(LARGE, plain=(*_PLAIN, METHODS["stage"].at(1.0)), num_kept_by_
 def choose_protocol(recipe: Recipe) -> Protocol:
     """Returns the protocol of a recipe's data set and network.
 
-    Example:
+    Examples:
         >>> from stochbn.experiments.training.recipes import RECIPES
         >>> list(choose_protocol(RECIPES["vgg11-dropout"]).draws(RECIPES["vgg11-dropout"]).items())
         [('dropout', 20), ('dropout+sbn', 20)]

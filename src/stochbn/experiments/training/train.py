@@ -110,7 +110,7 @@ def learning_rate(recipe: Recipe, progress: float) -> float:
 
     Adam's falls linearly to 0. SGD's rises linearly from a 25th over the first 30 % and then falls to 0 along a cosine.
 
-    Example:
+    Examples:
         >>> from stochbn.experiments.training.recipes import RECIPES
         >>> learning_rate(RECIPES["lenet5"], 0.25)
         0.00075
@@ -128,7 +128,7 @@ def ghost_batches(size: int) -> Answering:
     A layer's running statistics move once for each of them, in their order. So the layers see what they would see if
     the mini-batches came one after the other; the optimiser sees one large batch, which costs less than several small.
 
-    Example:
+    Examples:
         >>> layer = nn.BatchNorm1d(3)
         >>> x = torch.arange(24.0).view(8, 3)
         >>> with ghost_batches(4):
@@ -148,7 +148,7 @@ def ghost_batches(size: int) -> Answering:
 def resize(inputs: Tensor, size: int | None) -> Tensor:
     """Averages images down to a side of `size` pixels; None leaves them.
 
-    Example:
+    Examples:
         >>> resize(torch.ones(2, 3, 32, 32), 24).shape
         torch.Size([2, 3, 24, 24])
     """
@@ -165,7 +165,7 @@ def augment(images: Tensor) -> Tensor:
     Shape:
         (N, C, H, W) → (N, C, H, W), in any dtype.
 
-    Example:
+    Examples:
         >>> augment(torch.ones(2, 3, 32, 32)).shape
         torch.Size([2, 3, 32, 32])
     """
