@@ -1,11 +1,12 @@
 # make demo   set up, then the whole method on embedded data
 # make test   set up, then format, lint, types and tests
+# make docs   set up, then the documentation as a site, site/index.html; a broken link fails
 # make bench  set up, then speed and memory against everything else, in half an hour on an idle machine
 
 PYTHON ?= python3
 BIN := .venv/bin
 
-.PHONY: test check format demo bench clean
+.PHONY: test check format demo docs bench clean
 
 .venv/ready: pyproject.toml constraints.txt
 	$(PYTHON) -m venv .venv
@@ -13,7 +14,7 @@ BIN := .venv/bin
 	touch $@
 
 test: check
-	$(BIN)/python -m pytest --cov --cov-report=term
+	$(BIN)/python -m pytest --numprocesses 2 --dist loadfile --cov --cov-report=term
 
 check: .venv/ready
 	$(BIN)/ruff format --check .
@@ -27,6 +28,17 @@ format: .venv/ready
 demo: .venv/ready
 	$(BIN)/stochbn demo
 
+# The pages lie beside README and results, as in the tree, so that links between them mean the same in both places.
+docs: .venv/docs-ready
+	rm -rf .docs && mkdir .docs
+	cp -r README.md CHANGELOG.md CONTRIBUTING.md CITATION.cff LICENSE docs results .docs
+	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict --quiet
+	@echo Open site/index.html
+
+.venv/docs-ready: .venv/ready
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[docs]'
+	touch $@
+
 bench: .venv/bench/ready
 	PYTHONPATH=.venv/bench $(BIN)/python -m benchmarks
 
@@ -37,4 +49,4 @@ bench: .venv/bench/ready
 		-r benchmarks/requirements.txt && touch $@
 
 clean:
-	rm -rf .venv demo .pytest_cache .mypy_cache .ruff_cache .hypothesis
+	rm -rf .venv .docs demo site .pytest_cache .mypy_cache .ruff_cache .hypothesis

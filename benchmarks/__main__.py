@@ -30,7 +30,7 @@ from stochbn.experiments.report.figures import render
 from stochbn.experiments.report.tables import rounded
 
 DEFAULT = Settings()
-# Seconds long: it shows that everything runs, and its numbers mean nothing.
+# Takes seconds: it shows that everything runs, and its numbers mean nothing.
 QUICK = Settings(
     networks=("lenet5",),
     rows=(1,),
@@ -85,7 +85,7 @@ def bench(
 
 
 def measure(settings: Settings, console: Console, *, gemm_sizes: tuple[int, ...]) -> dict[str, Any]:
-    """Runs all stages, network by network, and says what it is at."""
+    """Runs all stages, network by network, and shows progress."""
     results: dict[str, Any] = {"cells": [], "fit": [], "growth": [], "memory": []}
     columns = (SpinnerColumn(), TextColumn("{task.description}"), TimeElapsedColumn())
     with Progress(*columns, console=console, transient=True) as progress:

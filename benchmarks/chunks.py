@@ -1,7 +1,7 @@
 """`python -m benchmarks.chunks`: how many examples a stack should hold.
 
 Times `predict` with stacks of 16 to 256 examples, side by side, for each network and several batch sizes. It is what
-`batches.STACKED_EXAMPLES` was chosen by.
+`STACKED_EXAMPLES` was chosen by.
 """
 
 import json
@@ -18,7 +18,7 @@ from benchmarks.machine import describe
 from benchmarks.measure import interleave, ratios, summarise
 from benchmarks.subjects import KINDS, Subject
 from stochbn.experiments.report.tables import rounded
-from stochbn.statistics.batches import STACKED_EXAMPLES
+from stochbn.statistics.mini_batches import STACKED_EXAMPLES
 
 STACKS = (16, 32, 64, 128, 256)
 ROWS = (1, 16)

@@ -17,7 +17,7 @@ from torch.nn.modules.batchnorm import _BatchNorm
 import stochbn
 from benchmarks.subjects import BATCH_SIZE, Subject
 from stochbn.distributions.base import Layer
-from stochbn.statistics.normalization import all_batch_norms
+from stochbn.statistics.layers import all_batch_norms
 
 Run = Callable[[], Tensor]
 
@@ -147,7 +147,7 @@ CONTENDERS = (
 
 
 class DrawingNorm(nn.Module):
-    """A BatchNorm layer that draws its statistics anew in each forward pass.
+    """A BatchNorm layer that draws new statistics in each forward pass.
 
     Args:
         norm: The layer that it replaces.
@@ -189,8 +189,8 @@ def check(
 ) -> dict[str, float]:
     """Compares what must be equal, and raises where it is not: only what is correct is timed.
 
-    The reference are draws computed one by one, `chunk_size=1`. The paper's loop draws its own numbers: it is compared
-    at spread 0, where there are none.
+    The reference is the draws computed one by one, `chunk_size=1`. The paper's loop draws its own numbers: it is
+    compared at spread 0, where there are none.
 
     Returns:
         For each contender the largest difference of a log-probability.

@@ -24,7 +24,7 @@ from torch.quasirandom import SobolEngine
 
 import stochbn
 from benchmarks.machine import describe
-from stochbn.distributions import base as distributions
+from stochbn.distributions import factorized
 from stochbn.distributions.seeds import antithetic_normal, derive_seed
 from stochbn.experiments.data.splits import Split, load_split, to_inputs
 from stochbn.experiments.evaluation.diagnostics import choose_rows
@@ -39,7 +39,7 @@ from stochbn.experiments.training.recipes import RECIPES
 SIZES = (2, 4, 8, 16, 32, 64, 128)
 REPEATS = 10
 NUM_INPUTS = 200  # of each set
-NUM_STRANGE = 2000  # out-of-domain images for adaptive sampling
+NUM_OUT_OF_DOMAIN = 2000  # images for adaptive sampling
 REFERENCE = 2000
 TOLERANCES = (0.1, 0.02)  # the default, and a finer one
 RECIPE = RECIPES["lenet5"]
@@ -48,7 +48,7 @@ Scheme = Callable[[int, int, int, int], Tensor]
 
 
 def independent(seed: int, first: int, count: int, size: int) -> Tensor:
-    """Draws that know nothing of each other: one of each antithetic pair."""
+    """Independent draws: one of each antithetic pair."""
     return antithetic_normal(seed, 2 * first, 2 * count, size)[::2]
 
 
@@ -65,7 +65,7 @@ def antithetic_sobol(seed: int, first: int, count: int, size: int) -> Tensor:
 
 
 def latin_hypercube(seed: int, first: int, count: int, size: int) -> Tensor:
-    """One point in each of S slices of every dimension; S must be known ahead."""
+    """One point in each of S slices of every dimension; S must be known in advance."""
     generator = torch.Generator().manual_seed(derive_seed(seed, "latin", first))
     slices = torch.rand(count, size, generator=generator).argsort(dim=0)
     return _normal((slices + torch.rand(count, size, generator=generator, dtype=torch.float64)) / count)
@@ -105,7 +105,7 @@ def main() -> None:
     console.print("wrote results/draws.json, results/draws.png, results/draws.svg")
 
 
-def compare_schemes(network: nn.Module, stats: stochbn.Fitted, splits: dict[str, Split]) -> list[dict[str, Any]]:
+def compare_schemes(network: nn.Module, stats: stochbn.Distribution, splits: dict[str, Split]) -> list[dict[str, Any]]:
     """Measures the root mean square error of probabilities and entropy, against many independent draws."""
     found = []
     for part, split in splits.items():
@@ -129,12 +129,12 @@ def compare_schemes(network: nn.Module, stats: stochbn.Fitted, splits: dict[str,
     return found
 
 
-def measure_adaptive(network: nn.Module, stats: stochbn.Fitted, splits: dict[str, Split]) -> list[dict[str, Any]]:
+def measure_adaptive(network: nn.Module, stats: stochbn.Distribution, splits: dict[str, Split]) -> list[dict[str, Any]]:
     """Compares `num_samples="auto"` with 1,000 draws of another seed, on all test and some out-of-domain images."""
     found = []
     for part, split in splits.items():
         if part != "test":
-            split = split[choose_rows(split, NUM_STRANGE)]
+            split = split[choose_rows(split, NUM_OUT_OF_DOMAIN)]
         batches = input_batches(split)
         fixed = stochbn.predict(network, stats, batches, num_samples=1000, seed=1, keep_samples=False, compile=True)
         for tolerance in TOLERANCES:
@@ -170,7 +170,7 @@ def measure_layers(network: nn.Module, training: Split, splits: dict[str, Split]
             column.append(time.perf_counter() - start)
     found = []
     for layers, layers_stats, column in zip(choices, fits, times, strict=True):
-        known, strange = (
+        known, unknown = (
             stochbn.predict(network, layers_stats, input_batches(split), keep_samples=False)
             for split in splits.values()
         )
@@ -179,17 +179,17 @@ def measure_layers(network: nn.Module, training: Split, splits: dict[str, Split]
                 "layers": layers,
                 "nll": stochbn.nll(known.probs, splits["test"].labels).item(),
                 "error_percent": 100 * stochbn.error(known.probs, splits["test"].labels).item(),
-                "auroc": detect(known.entropy.double().numpy(), strange.entropy.double().numpy())["auroc"],
-                "median_entropy_out_of_domain": strange.entropy.median().item(),
+                "auroc": detect(known.entropy.double().numpy(), unknown.entropy.double().numpy())["auroc"],
+                "median_entropy_out_of_domain": unknown.entropy.median().item(),
                 "time_ratio": median(a / b for a, b in zip(column, times[-1], strict=True)),
             }
         )
     return found
 
 
-def sample(stats: stochbn.Fitted, scheme: Scheme, size: int, seed: int) -> stochbn.Draws:
+def sample(stats: stochbn.Distribution, scheme: Scheme, size: int, seed: int) -> stochbn.Draws:
     """Draws networks with noise from a scheme."""
-    with patch.object(distributions, "antithetic_normal", scheme):
+    with patch.object(factorized, "antithetic_normal", scheme):
         return stats.sample(size, seed=seed)
 
 

@@ -1,8 +1,8 @@
 """`python -m benchmarks.dropout`: why LeNet-5's Dropout rows differ from the paper's.
 
 For networks with dropout of several strengths (`stochbn train lenet5-dropout [--dropout P]`), test error, NLL and the
-median out-of-domain entropy; and the NLL after a temperature that is chosen on validation data, which tells a wrong
-degree of confidence from wrong answers.
+median out-of-domain entropy; and the NLL after a temperature that is chosen on validation data, which distinguishes
+wrong confidence from wrong answers.
 """
 
 import json

@@ -22,11 +22,10 @@ from benchmarks.contenders import (
 )
 from benchmarks.subjects import KINDS
 from benchmarks.targets import RATIOS, growth_medians
-from stochbn.experiments.methods import BLUE, GREEN, ORANGE, PURPLE, SKY, VERMILION
+from stochbn.experiments.methods import BLUE, GREEN, GREY, ORANGE, PURPLE, SKY, VERMILION
 from stochbn.experiments.report.figures import FULL, STYLE
 
-GREY = "#777777"
-# Colour and marker both tell contenders apart.
+# Colour and marker both distinguish contenders.
 LOOKS: dict[str, dict[str, Any]] = {
     PLAIN.name: {"color": "black", "marker": "", "linestyle": ":"},
     OURS.name: {"color": GREEN, "marker": "o", "linewidth": 2},

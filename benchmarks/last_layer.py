@@ -19,7 +19,7 @@ from benchmarks.machine import describe
 from benchmarks.measure import interleave, ratios, summarise
 from benchmarks.subjects import KINDS, Subject
 from stochbn.experiments.report.tables import rounded
-from stochbn.statistics.normalization import all_batch_norms
+from stochbn.statistics.layers import all_batch_norms
 
 ROWS = (1, 16, 128)
 NUM_SAMPLES = 256
@@ -49,7 +49,7 @@ def main() -> None:
     Path("results/last-layer.json").write_text(json.dumps(rounded(results), indent=1) + "\n")
 
 
-def fit_last(subject: Subject) -> stochbn.Fitted:
+def fit_last(subject: Subject) -> stochbn.Distribution:
     """Fits the last BatchNorm layer on as many mini-batches as there are draws."""
     return stochbn.fit(
         subject.model,
@@ -61,7 +61,7 @@ def fit_last(subject: Subject) -> stochbn.Fitted:
     )
 
 
-def contenders(subject: Subject, stats: stochbn.Fitted, rows: int) -> dict[str, Any]:
+def contenders(subject: Subject, stats: stochbn.Distribution, rows: int) -> dict[str, Any]:
     """Returns what is timed, on a batch of so many rows."""
     x = subject.images(rows)
     predict = partial(stochbn.predict, num_samples=NUM_SAMPLES, keep_samples=False)

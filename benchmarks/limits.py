@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from torch.utils.flop_counter import FlopCounterMode
 
 from benchmarks.measure import seconds
-from stochbn.statistics.normalization import all_batch_norms
+from stochbn.statistics.layers import all_batch_norms
 
 GEMM_SIZES = (1024, 2048, 3072)
 

@@ -1,4 +1,4 @@
-"""By what the numbers were made: processor, versions, commit, date."""
+"""What the numbers were made with: processor, versions, commit, date."""
 
 import os
 import platform
@@ -15,7 +15,7 @@ PACKAGES = ("stochbn", "torch", "numpy", "transformers", "laplace-torch")
 
 
 def describe(command: str) -> dict[str, Any]:
-    """Returns what a reader needs to run the same again. No path and no host name is in it."""
+    """Returns what a reader needs to run the same again, without any path or host name."""
     return {
         "command": command,
         "date": datetime.now(timezone.utc).isoformat(timespec="seconds"),

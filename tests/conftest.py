@@ -1,71 +1,16 @@
-"""Networks and data that the tests share."""
-
-import copy
-from collections.abc import Callable, Iterable
+"""Fixtures that the tests share."""
 
 import pytest
 import torch
+from hypothesis import settings
 from torch import Tensor, nn
 
 import stochbn
+from oracles import calibrate, small_cnn
 
+settings.register_profile("untimed", deadline=None)  # how long an example takes depends on what else runs
+settings.load_profile("untimed")
 torch.set_num_threads(1)  # the networks are tiny: threads would only wait for each other
-
-
-class NormAct(nn.BatchNorm2d):
-    """A subclass that adds an activation to the normalisation."""
-
-    def forward(self, x: Tensor) -> Tensor:
-        return super().forward(x).relu()
-
-
-def calibrate(model: nn.Module, batches: Iterable[Tensor]) -> nn.Module:
-    """Sets running statistics to the averages over the batches, as a trained model's are."""
-    norms = [m for m in model.modules() if isinstance(m, nn.modules.batchnorm._BatchNorm)]
-    momenta = [norm.momentum for norm in norms]
-    for norm in norms:
-        norm.reset_running_stats()
-        norm.momentum = None
-    model.train()
-    with torch.no_grad():
-        for batch in batches:
-            model(batch)
-    for norm, momentum in zip(norms, momenta, strict=True):
-        norm.momentum = momentum
-    return model.eval()
-
-
-def naive(
-    model: nn.Module, draws: stochbn.Draws, x: Tensor, change: Callable[[nn.Module], None] = lambda network: None
-) -> Tensor:
-    """The oracle: one deep copy of the model a draw, its buffers overwritten, then changed. (S, N, K)"""
-    outputs = []
-    for index in range(len(draws)):
-        network = copy.deepcopy(model).eval()
-        for name, buffer in network.named_buffers():
-            if name in draws.buffers:
-                buffer.copy_(draws.buffers[name][index])
-        change(network)
-        outputs.append(network(x.clone()).detach().softmax(1))
-    return torch.stack(outputs)
-
-
-def small_cnn(dropout: float = 0.0, classes: int = 3) -> nn.Module:
-    layers = [
-        nn.Conv2d(1, 4, 3),
-        nn.BatchNorm2d(4),
-        nn.ReLU(inplace=True),
-        nn.Dropout(dropout),
-        nn.Conv2d(4, 6, 3),
-        NormAct(6),
-        nn.Flatten(),
-        nn.Linear(6 * 4 * 4, 10, bias=False),
-        nn.BatchNorm1d(10),
-        nn.ReLU(),
-        nn.Dropout(dropout),
-        nn.Linear(10, classes),
-    ]
-    return nn.Sequential(*[layer for layer in layers if dropout or not isinstance(layer, nn.Dropout)])
 
 
 @pytest.fixture(autouse=True)

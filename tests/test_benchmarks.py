@@ -3,6 +3,7 @@
 import json
 import math
 import re
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -10,7 +11,7 @@ import torch
 from torch import Tensor
 
 import stochbn
-from benchmarks import contenders, last_layer, limits, measure, targets
+from benchmarks import contenders, draws, last_layer, limits, measure, memory, stages, targets
 from benchmarks.__main__ import main
 from benchmarks.contenders import ENSEMBLE, OURS, OURS_COMPILED, PAPER_LOOP, PLAIN, STORED, Run
 from benchmarks.stages import Settings
@@ -28,7 +29,9 @@ def runs_of(subject: Subject, x: Tensor, num_draws: int) -> dict[str, Run]:
 
 
 @pytest.mark.slow
-def test_quick_run(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_quick_run(tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(memory, "measure_apart", memory.measure_here)  # the next test has the process
+    monkeypatch.setattr(stages, "interleave", partial(measure.interleave, shortest=0.0))
     with pytest.raises(SystemExit) as done:
         main(["--quick", "--networks", "lenet5", "--rows", "1", "--samples", "2", "--output", str(tmp_path)])
     assert not done.value.code
@@ -54,6 +57,11 @@ def test_quick_run(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert all(found["peak"] >= found["before"] > 0 for found in results["memory"][0]["measured"])
     assert (tmp_path / "bench.png").read_bytes()[1:4] == b"PNG"
     assert "<svg" in (tmp_path / "bench.svg").read_text()
+
+
+def test_memory_is_measured_in_a_process_of_its_own() -> None:
+    found = memory.measure_apart("lenet5", num_rows=2, num_samples=2)
+    assert found["peak"] >= found["before"] > 0
 
 
 @pytest.mark.parametrize(
@@ -188,3 +196,15 @@ def test_what_is_timed_in_the_last_layer(subject: Subject) -> None:
         runs["six networks"]().probs, stochbn.predict(subject.model, None, runs["six networks"].args[2]).probs
     )
     assert runs["last layer"]().num_samples == last_layer.NUM_SAMPLES
+
+
+@pytest.mark.parametrize("name", draws.SCHEMES)
+def test_draws_take_their_noise_from_the_scheme(subject: Subject, name: str) -> None:
+    scheme, _ = draws.SCHEMES[name]
+    found = draws.sample(subject.stats, scheme, 64, seed=3).buffers["fc.norm.running_mean"]
+    usual = subject.stats.sample(64, seed=3).buffers["fc.norm.running_mean"]
+    assert torch.equal(found, usual) == (name == "antithetic")
+    fitted = subject.stats.layers["fc.norm"].r_mu
+    standardised = (found - fitted.loc) / fitted.scale  # (S, C)
+    assert standardised.mean().abs() < 5 / math.sqrt(standardised.numel())
+    torch.testing.assert_close(standardised.std().item(), 1.0, rtol=0.05, atol=0)

@@ -1,62 +1,158 @@
-"""The README's code runs as it stands."""
+"""The pages' code runs as it stands, their links lead somewhere, and their names and numbers are the package's own."""
 
+import importlib
+import json
+import pkgutil
 import re
 import shutil
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 from torch.utils.data import DataLoader, TensorDataset
 
-from conftest import calibrate, small_cnn
+import stochbn
+from docs import picture
+from oracles import calibrate, small_cnn
 
 ROOT = Path(__file__).parent.parent
-PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
+DOCS = ROOT / "docs"
+PAGES = [*sorted(ROOT.glob("*.md")), *sorted(DOCS.glob("*.md"))]
+
+
+def run(page: Path, names: dict[str, Any]) -> int:
+    """Executes a page's Python in order, in one namespace. Returns how many blocks there were."""
+    blocks = re.findall(r"^```python\n(.*?)^```", page.read_text(), re.DOTALL | re.MULTILINE)
+    for block in blocks:
+        # Compiling needs a C++ compiler, which a machine may lack.
+        exec(block if shutil.which("g++") else block.replace("compile=True", "compile=False"), names)
+    return len(blocks)
+
+
+@pytest.fixture
+def given(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> dict[str, Any]:
+    """What README and guide take for granted: trained models, loaders and inputs."""
+    monkeypatch.chdir(tmp_path)
+    data = TensorDataset(torch.rand(192, 1, 8, 8), torch.randint(3, (192,)))
+    loader = DataLoader(data, batch_size=16, shuffle=True)
+    models = [calibrate(small_cnn(dropout), data.tensors[0].split(16)) for dropout in (0.0, 0.0, 0.2)]
+    return {
+        "model": models[0],
+        "models": models[:2],
+        "dropout_model": models[2],
+        "train_loader": loader,
+        "val_loader": loader,
+        "test_loader": loader,
+        "x": torch.rand(4, 1, 8, 8),
+    }
+
+
+@pytest.mark.filterwarnings("ignore::UserWarning:tqdm")
+@pytest.mark.filterwarnings("ignore:The NLL is lowest at")  # the labels are noise
+def test_readme_code(given: dict[str, Any]) -> None:
+    assert run(ROOT / "README.md", given) == 1
+    assert given["pred"].probs.shape == (4, 3)
+    assert list(given["stats"].layers) == ["7"]
+    assert given["stats"].tuning is not None
 
 
 @pytest.mark.filterwarnings("ignore::UserWarning:tqdm")
 @pytest.mark.filterwarnings("ignore::DeprecationWarning:torch")  # torch's own, within the compiler
-@pytest.mark.filterwarnings("ignore:The NLL is lowest at")  # the labels are noise
-def test_readme_code(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.filterwarnings("ignore:The NLL is lowest at")
+def test_guide_code(given: dict[str, Any]) -> None:
+    assert run(DOCS / "guide.md", given) == 11
+    assert given["flagged"].shape == (4,)
+    assert given["temperature"] == given["candidates"][-1], "labels that are noise want the highest temperature"
+    assert len(given["all_stats"]) == 2
+    assert given["pred"].link == "identity"
+    assert Path("net.sbn.safetensors").exists()
+
+
+def test_tutorial_does_what_it_says(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
-    blocks = re.findall(r"```python\n(.*?)```", (ROOT / "README.md").read_text(), re.DOTALL)
-    assert len(blocks) == 3
-    data = TensorDataset(torch.rand(192, 1, 8, 8), torch.randint(3, (192,)))
-    train_loader = DataLoader(data, batch_size=16, shuffle=True)
-    models = [calibrate(small_cnn(dropout=0.2), data.tensors[0].split(16)) for _ in range(2)]
-    names = {
-        "model": models[0],
-        "models": models,
-        "train_loader": train_loader,
-        "val_loader": train_loader,
-        "test_loader": train_loader,
-        "x": torch.rand(4, 1, 8, 8),
-    }
-    for block in blocks:
-        # Compiling needs a C++ compiler, which a machine may lack.
-        exec(block if shutil.which("g++") else block.replace("compile=True", "compile=False"), names)
-    assert names["pred"].probs.shape == (4, 3)
-    assert (tmp_path / "net.sbn.safetensors").exists()
+    names: dict[str, Any] = {}
+    assert run(DOCS / "tutorial.md", names) == 9
+    y, plain, pred, unknown = (names[name] for name in ("y", "plain", "pred", "unknown"))
+    assert stochbn.ece(pred.probs, y) < stochbn.ece(plain.probs, y) / 2
+    assert stochbn.nll(pred.probs, y) < stochbn.nll(plain.probs, y)
+    assert unknown.entropy.median() > 2 * pred.entropy.median()
+    assert unknown.epistemic.median() > 2 * pred.epistemic.median()
+    answered, wrong = names["answered"], pred.probs.argmax(1) != y
+    # Two standard errors of a fifth, over 800 validation and 1,600 test waves.
+    assert answered.float().mean() == pytest.approx(0.8, abs=2 * (0.16 / 800 + 0.16 / 1600) ** 0.5)
+    assert wrong[answered].float().mean() < wrong.float().mean() / 2
+    assert (unknown.entropy > names["threshold"]).float().mean() > 0.5
+
+
+def test_all_python_is_run() -> None:
+    with_python = {page.name for page in PAGES if "```python" in page.read_text()}
+    assert with_python == {"README.md", "guide.md", "tutorial.md"}
 
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda path: path.name)
-def test_links_between_pages_lead_somewhere(page: Path) -> None:
+def test_links_lead_somewhere(page: Path) -> None:
     for target in re.findall(r"\]\((?!https?:)([^)#]+)", page.read_text()):
         assert (page.parent / target).exists(), target
 
 
 def test_names_in_the_method_page_exist() -> None:
-    import stochbn
-    from stochbn.distributions import base as distributions
-    from stochbn.distributions import draws
-    from stochbn.inference import exact
-    from stochbn.inference import prediction as averaging
-    from stochbn.statistics import batches, moments
-    from stochbn.statistics import normalization as statistics
+    rooms = ("distributions", "inference", "statistics")
+    found = pkgutil.walk_packages(stochbn.__path__, "stochbn.")
+    modules = [stochbn, *(importlib.import_module(m.name) for m in found if m.name.split(".")[1] in rooms)]
+    text = (DOCS / "method.md").read_text().split("## What we decided")[0]
+    names = re.findall(r"`(?:[a-z_]+\.)?([A-Za-z_]{3,})(?:\.([a-z_]+))?[`(\[]", text)
+    missing = {name for name, _ in names if not any(hasattr(module, name) for module in modules)}
+    assert len(names) > 10
+    assert missing == {"running_mean", "running_var"}  # buffers of torch's layers
 
-    rooms = (stochbn, averaging, batches, distributions, draws, exact, moments, statistics)
-    text = (ROOT / "docs" / "method.md").read_text().split("## What we decided")[0]
-    found = re.findall(r"`(?:[a-z]+\.)?([A-Za-z_]{3,})(?:\.([a-z_]+))?[`(\[]", text)
-    missing = [name for name, _ in found if not any(hasattr(room, name) for room in rooms)]
-    assert len(found) > 10
-    assert missing in ([], ["running_mean", "running_var"])
+
+def test_the_api_page_has_every_public_name_once() -> None:
+    shown = re.findall(r"^::: stochbn\.(\w+)$", (DOCS / "api.md").read_text(), re.MULTILINE)
+    assert sorted(shown) == sorted(stochbn.__all__)
+
+
+def test_examples_stand_in_a_section_that_the_site_knows() -> None:
+    documented = {name: getattr(stochbn, name).__doc__ for name in stochbn.__all__}
+    unknown = [name for name, text in documented.items() if re.search(r"^ *Example:$", text, re.MULTILINE)]
+    assert not unknown, "Write Examples: the parser of the site takes the singular for a remark."
+
+
+def test_the_tree_in_readme_is_the_tree() -> None:
+    text = (ROOT / "README.md").read_text().split("## The tree")[1]
+    tree = re.search(r"```text\nsrc/stochbn/\n(.*?)```", text, re.DOTALL)
+    assert tree
+    rooms = re.findall(r"^  (\S+)", tree[1], re.MULTILINE)
+    others = re.findall(r"^(\S+)", tree[1], re.MULTILINE)
+    package = ROOT / "src" / "stochbn"
+    there = {f"{path.name}/" for path in package.iterdir() if (path / "__init__.py").exists()}
+    there |= {path.name for path in package.glob("*.py")} - {"__init__.py", "__main__.py"}
+    assert set(rooms) == there
+    assert all((ROOT / name).is_dir() for name in others)
+    named = re.findall(r"`(\w+\.py)`", text)
+    assert named
+    assert all(any(package.rglob(name)) for name in named)
+
+
+def test_readme_numbers_are_those_of_the_study() -> None:
+    study = json.loads((ROOT / "results/beyond/lenet5/study.json").read_text())
+    text = (ROOT / "README.md").read_text()
+    rows = [[cell.strip() for cell in row.split("|")[2:-1]] for row in re.findall(r"^\|.*±.*\|$", text, re.MULTILINE)]
+    columns = [("error_percent", 1, 2), ("nll", 1, 4), ("ece", 100, 2), ("auroc_entropy", 1, 3)]
+    columns += [("fpr95_entropy", 100, 1)]
+    for cells, (name, *_) in zip(rows, picture.ROWS, strict=True):
+        scores = study["methods"][name]["scores"]
+        expected = [
+            f"{factor * scores[key]['value']:.{digits}f} ± {factor * scores[key]['std']:.{digits}f}"
+            for key, factor, digits in columns
+        ]
+        assert cells == expected
+    against = study["comparisons"]["Last layer, tuned − Deep Ensembles"]
+    for name, key in (("NLL", "nll"), ("AUROC", "auroc_entropy"), ("Brier score", "brier")):
+        numbers = [f"{against[key][end]:+.4f}".replace("-", "−") for end in ("difference", "low", "high")]
+        assert "{} {} ({} to {})".format(name, *numbers) in text
+
+
+def test_the_picture_is_drawn_from_committed_results(tmp_path: Path) -> None:
+    picture.draw(tmp_path / "picture.png")
+    assert (tmp_path / "picture.png").read_bytes().startswith(b"\x89PNG")

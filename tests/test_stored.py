@@ -16,7 +16,7 @@ import torch
 from torch import Tensor, nn
 
 import stochbn
-from conftest import calibrate, small_cnn
+from oracles import calibrate, small_cnn
 
 STORED = Path(__file__).parent / "stored"
 MACHINE = [torch.__version__, torch.backends.cpu.get_cpu_capability()]

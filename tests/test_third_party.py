@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 
 import stochbn
-from conftest import calibrate
+from oracles import calibrate
 
 os.environ["HF_HUB_OFFLINE"] = "1"
 with warnings.catch_warnings():

@@ -5,10 +5,13 @@ pred = stochbn.predict(model, stats, x)
 pred.probs, pred.entropy
 """
 
-from stochbn.distributions.base import Factorized, Fitted, StatisticsDistribution, Tuning
+from stochbn.distributions.base import Distribution, Tuning
 from stochbn.distributions.draws import Draws
-from stochbn.distributions.families import Empirical, LowRank, load
+from stochbn.distributions.empirical import Empirical
+from stochbn.distributions.factorized import Factorized
+from stochbn.distributions.files import load
 from stochbn.distributions.fit import fit
+from stochbn.distributions.lowrank import LowRank
 from stochbn.distributions.track import Tracker, track
 from stochbn.inference.exact import LowerBound, exact_predict, lower_bound
 from stochbn.inference.predict import predict
@@ -19,14 +22,13 @@ from stochbn.uncertainty import brier, ece, entropy, error, expected_entropy, mu
 __version__ = "0.1.0"
 
 __all__ = [
+    "Distribution",
     "Draws",
     "Empirical",
     "Factorized",
-    "Fitted",
     "LowRank",
     "LowerBound",
     "Prediction",
-    "StatisticsDistribution",
     "Tracker",
     "Tuning",
     "brier",

@@ -13,7 +13,7 @@ def entropy(probs: Tensor) -> Tensor:
     Shape:
         (N, K, *) → (N, *), between 0 and log K.
 
-    Example:
+    Examples:
         >>> entropy(torch.tensor([[0.5, 0.5], [1.0, 0.0]]))
         tensor([0.6931, 0.0000])
     """
@@ -26,7 +26,7 @@ def expected_entropy(samples: Tensor) -> Tensor:
     Shape:
         (S, N, K, *) → (N, *).
 
-    Example:
+    Examples:
         >>> expected_entropy(torch.tensor([[[1.0, 0.0]], [[0.5, 0.5]]]))
         tensor([0.3466])
     """
@@ -39,7 +39,7 @@ def mutual_information(samples: Tensor) -> Tensor:
     Shape:
         (S, N, K, *) → (N, *).
 
-    Example:
+    Examples:
         >>> mutual_information(torch.tensor([[[1.0, 0.0]], [[0.0, 1.0]]]))
         tensor([0.6931])
     """
@@ -54,7 +54,7 @@ def nll(probs: Tensor, targets: Tensor) -> Tensor:
     Shape:
         (N, K, *), (N, *) → ().
 
-    Example:
+    Examples:
         >>> nll(torch.tensor([[0.5, 0.5]]), torch.tensor([0]))
         tensor(0.6931)
     """
@@ -68,7 +68,7 @@ def error(probs: Tensor, targets: Tensor) -> Tensor:
     Shape:
         (N, K, *), (N, *) → ().
 
-    Example:
+    Examples:
         >>> error(torch.tensor([[0.9, 0.1], [0.8, 0.2]]), torch.tensor([0, 1]))
         tensor(0.5000)
     """
@@ -82,7 +82,7 @@ def brier(probs: Tensor, targets: Tensor) -> Tensor:
     Shape:
         (N, K, *), (N, *) → ().
 
-    Example:
+    Examples:
         >>> brier(torch.tensor([[0.5, 0.5]]), torch.tensor([0]))
         tensor(0.5000)
     """
@@ -98,7 +98,7 @@ def ece(probs: Tensor, targets: Tensor, num_bins: int = 15) -> Tensor:
     Shape:
         (N, K, *), (N, *) → ().
 
-    Example:
+    Examples:
         >>> ece(torch.tensor([[0.8, 0.2], [0.8, 0.2]]), torch.tensor([0, 1]))
         tensor(0.3000)
     """

@@ -7,7 +7,7 @@ from torch import Tensor, nn
 from torch.utils.data import DataLoader, TensorDataset
 
 import stochbn
-from conftest import calibrate
+from oracles import calibrate, small_cnn
 
 
 def test_loader_tuple_dict_and_call_give_the_same(model: nn.Module, batches: list[Tensor]) -> None:
@@ -125,16 +125,18 @@ def test_fitting_stops_when_the_standard_errors_are_small_enough(model: nn.Modul
             yield torch.rand(16, 1, 8, 8, generator=generator)
 
     counts = []
-    for tolerance in (0.1, 0.03):
-        stats = stochbn.fit(calibrate(model, list(itertools.islice(endless(), 20))), endless(), tolerance=tolerance)
+    for standard_error in (0.1, 0.03):
+        stats = stochbn.fit(
+            calibrate(model, list(itertools.islice(endless(), 20))), endless(), standard_error=standard_error
+        )
         counts.append(stats.num_batches)
         for layer in stats.layers.values():
             of_mean, of_log = (layer.moments.variance / stats.num_batches).sqrt()
-            assert (of_mean / (layer.moments.mean[1] / 2).exp()).max() <= tolerance
-            assert of_log.max() <= tolerance
+            assert (of_mean / (layer.moments.mean[1] / 2).exp()).max() <= standard_error
+            assert of_log.max() <= standard_error
     assert 2 < counts[0] < counts[1]
-    with pytest.raises(ValueError, match="tolerance above 0"):
-        stochbn.fit(model, endless(), tolerance=0)
+    with pytest.raises(ValueError, match="standard_error above 0"):
+        stochbn.fit(model, endless(), standard_error=0)
 
 
 def test_the_standard_error_is_that_of_repeated_fits(model: nn.Module) -> None:
@@ -170,10 +172,10 @@ class Sometimes(nn.Module):
         return self.rarely(x) if self.count % 15 == 1 else x
 
 
-def test_tolerance_waits_for_layers_that_are_rarely_used() -> None:
+def test_standard_error_waits_for_layers_that_are_rarely_used() -> None:
     batches = [torch.randn(16, 2) for _ in range(60)]
     model = Sometimes().eval()
-    stats = stochbn.fit(model, batches, tolerance=10.0, progress=False)
+    stats = stochbn.fit(model, batches, standard_error=10.0, progress=False)
     assert list(stats.layers) == ["often", "rarely"]
     assert stats.num_batches == 20  # after 10, the second layer was seen once
 
@@ -184,3 +186,101 @@ def test_nan_in_a_layer_that_is_rarely_used() -> None:
     model.often.weight.data[0] = torch.nan
     with pytest.raises(ValueError, match="NaN or Inf in layer 'rarely'"):
         stochbn.fit(model, batches, layers=["rarely"], progress=False)
+
+
+class Twice(nn.Module):
+    """Uses one BatchNorm layer twice."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm = nn.BatchNorm1d(4)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.norm(self.norm(x).relu())
+
+
+def test_a_layer_that_is_used_twice_has_no_joint_statistics() -> None:
+    batches = [torch.randn(16, 4) for _ in range(5)]
+    model = calibrate(Twice(), batches)
+    stochbn.fit(model, batches, progress=False)
+    with pytest.raises(ValueError, match=r"once in each forward pass.*'norm'.*family='factorized'"):
+        stochbn.fit(model, batches, family="empirical", progress=False)
+
+
+def test_a_layer_that_is_not_used_is_left_out(batches: list[Tensor]) -> None:
+    model = calibrate(small_cnn(), batches)
+    model.unused = nn.BatchNorm1d(2)
+    model.forward = lambda x: nn.Sequential(*list(model)[:-1])(x)
+    with pytest.warns(UserWarning, match="'unused' were used in fewer"):
+        stats = stochbn.fit(model, batches, family="lowrank", progress=False)
+    assert stats.factors.shape[2] == sum(stats.sizes) == 20
+
+
+class Later(nn.Module):
+    """Uses a second BatchNorm layer from some call on."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.second, self.calls = nn.BatchNorm1d(4), nn.BatchNorm1d(4), 0
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.calls += 1
+        return self.second(self.first(x)) if self.calls > 15 else self.first(x)
+
+
+def test_a_layer_that_is_used_later_has_no_joint_statistics() -> None:
+    batches = [torch.randn(16, 4) for _ in range(30)]
+    model = calibrate(Later(), batches)
+    model.calls = 0
+    with pytest.raises(ValueError, match=r"once in each forward pass.*'second'"):
+        stochbn.fit(model, batches, family="lowrank", progress=False)
+
+
+def test_options_that_are_not_a_familys() -> None:
+    model = nn.Sequential(nn.BatchNorm1d(3))
+    with pytest.raises(ValueError, match="one of 'factorized', 'lowrank', 'empirical'"):
+        stochbn.fit(model, [], family="psychic")
+    with pytest.raises(ValueError, match="rank= with family='lowrank', got it with 'factorized'"):
+        stochbn.fit(model, [], rank=5)
+    with pytest.raises(ValueError, match="num_kept= with family='empirical', got it with 'lowrank'"):
+        stochbn.fit(model, [], family="lowrank", num_kept=5)
+    with pytest.raises(ValueError, match="rank of at least 1"):
+        stochbn.fit(model, [], family="lowrank", rank=0)
+
+
+class Backwards(nn.Module):
+    """Registers its layers in another order than it calls them in; its very last one has no running statistics."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.called_last = nn.BatchNorm1d(4)
+        self.called_first = nn.BatchNorm1d(4)
+        self.untracked = nn.BatchNorm1d(4, track_running_stats=False)
+        self.dropout = nn.Dropout(0.5)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.untracked(self.called_last(self.dropout(self.called_first(x))))
+
+
+@pytest.mark.parametrize("dropout", [False, True])
+def test_the_last_layer_is_that_of_the_forward_pass(dropout: bool) -> None:
+    data = [torch.randn(8, 4) for _ in range(20)]
+    model = calibrate(Backwards(), data)
+    fitted = []
+    for layers in ("last", ["called_last"]):
+        torch.manual_seed(1)
+        fitted.append(stochbn.fit(model, data, layers=layers, dropout=dropout, family="empirical", progress=False))
+    assert list(fitted[0].layers) == ["called_last"]
+    assert fitted[0].excluded == ("called_first", "untracked")
+    assert torch.equal(fitted[0].observations, fitted[1].observations)
+    assert fitted[0].num_batches == 20  # the mini-batch that found the layer is fitted like the others
+
+
+def test_a_layer_that_is_called_last_can_be_passed_by_its_name() -> None:
+    model = nn.Sequential()
+    model.add_module("last", nn.BatchNorm1d(4))
+    model.add_module("other", nn.BatchNorm1d(4))
+    data = [torch.randn(8, 4) for _ in range(20)]
+    calibrate(model, data)
+    assert list(stochbn.fit(model, data, layers=["last"], progress=False).layers) == ["last"]
+    assert list(stochbn.fit(model, data, layers="last", progress=False).layers) == ["other"]

@@ -6,7 +6,7 @@ import torch
 from torch import Tensor, nn
 
 import stochbn
-from conftest import small_cnn
+from oracles import small_cnn
 
 
 def exponential(values: np.ndarray, momentum: float) -> tuple[np.ndarray, np.ndarray]:

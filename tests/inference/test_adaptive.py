@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 
 import stochbn
-from conftest import calibrate, small_cnn
+from oracles import calibrate, small_cnn
 from stochbn.inference.adaptive import MAX_DRAWS, QUANTILES, predict_adaptively
 
 

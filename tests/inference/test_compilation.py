@@ -8,7 +8,7 @@ from torch import Tensor, nn
 from torch._dynamo.utils import counters
 
 import stochbn
-from conftest import calibrate
+from oracles import calibrate
 
 pytestmark = [
     pytest.mark.skipif(shutil.which("g++") is None, reason="torch.compile needs a C++ compiler"),

@@ -1,4 +1,4 @@
-"""The engine: whatever it shares, folds or reorders, the numbers are those of the naive loop."""
+"""The engine against a naive loop, on models that make sharing hard."""
 
 import copy
 import warnings
@@ -10,8 +10,7 @@ from torch.nn import functional as F
 from torch.utils.flop_counter import FlopCounterMode
 
 import stochbn
-from conftest import calibrate, naive
-from stochbn.inference.sharing import DivergedError, Recording
+from oracles import calibrate, naive
 
 ROUNDING = {"rtol": 1e-4, "atol": 1e-6}
 
@@ -62,9 +61,6 @@ class Net(nn.Module):
         return self.head(F.adaptive_avg_pool2d(x, 1).flatten(1))
 
 
-# ---- shared work
-
-
 def flops(model: nn.Module, stats: stochbn.Factorized, x: Tensor, **options: object) -> dict[str, int]:
     with FlopCounterMode(display=False) as counter:
         stochbn.predict(model, stats, x, **options)
@@ -80,49 +76,6 @@ def test_what_precedes_the_first_draw_is_computed_once(images: list[Tensor]) -> 
         options = {"num_samples": 12, "chunk_size": chunk_size}
         assert flops(model, every, images[0], **options)["aten.convolution"] == first_conv + 12 * second_conv
         assert flops(model, last, images[0], **options)["aten.convolution"] == first_conv + second_conv
-
-
-def test_only_what_the_rest_reads_is_kept() -> None:
-    a = torch.ones(3)
-    recording = Recording([a])
-    b = recording.call(torch.exp, (a,), {})
-    c = recording.call(torch.sqrt, (b,), {})
-    recording.stop(c)
-    assert recording.reusable
-    recording.rewind()
-    b = recording.call(torch.exp, (a,), {})
-    assert b.device.type == "meta"
-    assert recording.call(torch.sqrt, (b,), {}) is c
-    assert torch.equal(recording.call(torch.neg, (c,), {}), -c)  # after the shared part all is computed
-
-
-def test_a_pass_that_differs_from_the_recorded_one_is_noticed() -> None:
-    a = torch.ones(3)
-    recording = Recording([a])
-    recording.stop(recording.call(torch.exp, (a,), {}))
-    for function, argument in ((torch.sqrt, a), (torch.exp, torch.zeros(3))):
-        recording.rewind()
-        with pytest.raises(DivergedError, match="exp"):
-            recording.call(function, (argument,), {})
-    recording.rewind()
-    with pytest.raises(DivergedError, match="exp"):
-        recording.stop()  # before anything was called
-
-
-def test_a_tensor_that_took_over_an_id_is_not_mistaken_for_the_old_one() -> None:
-    a = torch.ones(3)
-    recording = Recording([a])
-    for _ in range(50):  # temporaries die and their ids come back
-        recording.call(torch.add, (a, 1), {})
-    kept = recording.call(torch.add, (a, 2), {})
-    recording.stop(kept)
-    recording.rewind()
-    for _ in range(50):
-        assert recording.call(torch.add, (a, 1), {}).device.type == "meta"
-    assert recording.call(torch.add, (a, 2), {}) is kept
-
-
-# ---- models that make sharing hard
 
 
 class Residual(Net):

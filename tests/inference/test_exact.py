@@ -11,7 +11,7 @@ from torch.nn.modules.batchnorm import _BatchNorm
 from torch.utils.data import DataLoader, TensorDataset
 
 import stochbn
-from conftest import NormAct, calibrate, small_cnn
+from oracles import NormAct, calibrate, small_cnn
 from stochbn.inference.exact import LowerBound
 
 

@@ -1,4 +1,4 @@
-"""Prediction: identities first, then independence of how it is computed, then the odd models and bad input."""
+"""Predictions against naive loops over copies, however they are computed."""
 
 import copy
 import math
@@ -7,32 +7,15 @@ import warnings
 
 import pytest
 import torch
-from hypothesis import given
-from hypothesis import strategies as st
 from torch import Tensor, nn
 from torch.func import functional_call
 from torch.utils.data import DataLoader, IterableDataset, TensorDataset
 
 import stochbn
-from conftest import calibrate, naive, small_cnn
-from stochbn.distributions.base import Layer
-from stochbn.inference.prediction import Average, join
-from stochbn.statistics.moments import Moments
+from oracles import calibrate, centred, naive, small_cnn
+from stochbn.inference.prediction import join
 
 ROUNDING = {"rtol": 1e-5, "atol": 1e-6}
-
-
-def centred(model: nn.Module) -> stochbn.Factorized:
-    """A distribution around the model's own running statistics."""
-    layers = {}
-    for name, norm in model.named_modules():
-        if isinstance(norm, nn.modules.batchnorm._BatchNorm):
-            centre = torch.stack([norm.running_mean.double(), (norm.running_var.double() + norm.eps).log()])
-            layers[name] = Layer(norm.eps, Moments(10.0, 10.0, centre, torch.ones_like(centre)))
-    return stochbn.Factorized(layers, batch_size=16, num_batches=10)
-
-
-# ---- identities
 
 
 def test_spread_0_around_the_running_statistics_is_the_model(model: nn.Module, x: Tensor) -> None:
@@ -102,29 +85,6 @@ def test_members_weigh_the_same_however_many_draws_they_have(
         torch.testing.assert_close(getattr(pred, name), sum(getattr(p, name) for p in parts) / 2, **ROUNDING)
 
 
-@given(
-    st.integers(1, 6),
-    st.integers(2, 5),
-    st.lists(st.floats(-60, 60), min_size=90, max_size=90),
-    st.sampled_from(["softmax", "sigmoid"]),
-)
-def test_entropy_is_aleatoric_plus_epistemic(draws: int, classes: int, logits: list[float], link: str) -> None:
-    outputs = torch.tensor(logits)[: draws * 3 * classes].view(draws, 3, classes)
-    average = Average(link, keep_samples=True)
-    for part in outputs.split(2):
-        average.add(part)
-    pred = average.prediction()
-    assert pred.epistemic.min() >= 0
-    torch.testing.assert_close(pred.entropy, pred.aleatoric + pred.epistemic, rtol=1e-5, atol=1e-6)
-    limit = math.log(classes) if link == "softmax" else math.log(2)
-    assert pred.entropy.min() >= 0
-    assert pred.entropy.max() <= limit + 1e-5
-    assert pred.aleatoric.min() >= 0
-
-
-# ---- however it is computed
-
-
 @pytest.mark.parametrize("dropout", [False, True])
 @pytest.mark.parametrize("chunk_size", [1, 3, 20, 100])
 def test_chunks_and_the_loop_give_the_same(
@@ -160,17 +120,6 @@ def test_streaming_gives_the_same(model: nn.Module, stats: stochbn.Factorized, x
     assert streamed.samples is None
     for name in ("probs", "std", "entropy", "aleatoric", "epistemic"):
         assert torch.equal(getattr(streamed, name), getattr(kept, name))
-
-
-def test_near_equal_draws_have_no_negative_uncertainty() -> None:
-    logits = torch.randn(200, 4) * 3
-    average = Average("softmax", keep_samples=True)
-    average.add(logits + 1e-6 * torch.randn(4, 200, 4))
-    pred = average.prediction()
-    raw = pred.entropy - pred.aleatoric
-    assert raw.min() < 0  # rounding makes the difference negative somewhere
-    assert pred.epistemic.min() == 0
-    assert stochbn.mutual_information(pred.samples).min() >= 0
 
 
 def test_streaming_over_batches(model: nn.Module, stats: stochbn.Factorized, x: Tensor) -> None:
@@ -250,20 +199,6 @@ def test_gradients_with_respect_to_inputs(model: nn.Module, stats: stochbn.Facto
     assert not stochbn.predict(model, stats, x, num_samples=2).probs.requires_grad
     with torch.no_grad():
         assert not stochbn.predict(model, stats, leaf, num_samples=2).probs.requires_grad
-
-
-def test_gradients_are_finite_where_probabilities_underflow() -> None:
-    model = nn.Sequential(nn.BatchNorm1d(4), nn.Linear(4, 3))
-    with torch.no_grad():
-        model[1].weight.mul_(1000)
-    x = torch.randn(16, 4, requires_grad=True)
-    pred = stochbn.predict(model, centred(model).sample(5, spread=0.01, seed=0), x)
-    assert (pred.probs == 0).any()
-    (pred.entropy + pred.epistemic + pred.std.sum(1)).sum().backward()
-    assert x.grad.isfinite().all()
-
-
-# ---- kinds of models and outputs
 
 
 class Segmenter(nn.Module):
@@ -450,9 +385,6 @@ def test_model_without_batch_norm_has_dropout_and_ensembles(x: Tensor) -> None:
     assert stochbn.predict([model, model], None, x).epistemic.max() == pytest.approx(0, abs=1e-6)
 
 
-# ---- bad input
-
-
 def test_bad_options(model: nn.Module, stats: stochbn.Factorized, x: Tensor) -> None:
     with pytest.raises(ValueError, match="num_samples of at least 1, got 0"):
         stochbn.predict(model, stats, x, num_samples=0)
@@ -513,19 +445,6 @@ def test_non_finite_outputs(model: nn.Module, stats: stochbn.Factorized, x: Tens
     with pytest.raises(ValueError, match="NaN or Inf from draw 0 for input 2 of its batch"):
         stochbn.predict(model, stats, x)
     assert join([stochbn.predict(model, stats, x[:2])]).probs.isfinite().all()
-
-
-def test_masked_classes_may_be_minus_infinity() -> None:
-    average = Average("softmax", keep_samples=False)
-    average.add(torch.tensor([[[0.0, 1.0, -math.inf]]]))
-    assert average.prediction().probs[0, 2] == 0
-
-
-@pytest.mark.parametrize("shape", [(5,), (5, 1)])
-def test_softmax_needs_classes(shape: tuple[int, ...]) -> None:
-    model = nn.Sequential(nn.BatchNorm1d(1), nn.Flatten(0) if len(shape) == 1 else nn.Identity())
-    with pytest.raises(ValueError, match=r"K ≥ 2 classes for link='softmax'.*link='sigmoid'"):
-        stochbn.predict(model, centred(model), torch.randn(5, 1), num_samples=3)
 
 
 def test_outputs_that_are_not_floating_point() -> None:

@@ -9,19 +9,19 @@ import torch
 from torch import Tensor, nn
 
 import stochbn
-from conftest import calibrate, small_cnn
+from oracles import calibrate, small_cnn
 from stochbn.distributions.base import Tuning
 from stochbn.inference.tune import SPREADS, _best, find_minimum
 
 Labelled = list[tuple[Tensor, Tensor]]
 
 
-def drawn_labels(model: nn.Module, stats: stochbn.Fitted, inputs: list[Tensor], spread: float) -> Labelled:
+def drawn_labels(model: nn.Module, stats: stochbn.Distribution, inputs: list[Tensor], spread: float) -> Labelled:
     """Labels that the drawn networks of a given spread would have made: the best spread is that one."""
     generator = torch.Generator().manual_seed(5)
     labelled = []
     for x in inputs:
-        pred = stochbn.predict(model, replace(stats, tuning=Tuning(spread)), x, num_samples=400, seed=99)
+        pred = stochbn.predict(model, replace(stats, tuning=Tuning(spread)), x, num_samples=100, seed=99)
         labelled.append((x, torch.multinomial(pred.probs, 1, generator=generator)[:, 0]))
     return labelled
 
@@ -46,7 +46,7 @@ def test_finds_the_spread_that_made_the_labels(
 ) -> None:
     stats = stochbn.fit(sharp, batches, progress=False)
     data = drawn_labels(sharp, stats, held_out, spread)
-    tuned = stochbn.tune(sharp, stats, data, num_samples=32, progress=False)
+    tuned = stochbn.tune(sharp, stats, data, num_samples=16, progress=False)
     assert 0.6 * spread < tuned.tuning.spread < 1.5 * spread  # 1,250 labels tell no more
     assert tuned.tuning.temperature == 1.0
 
@@ -68,10 +68,10 @@ def test_finds_a_temperature(sharp: nn.Module, batches: list[Tensor], held_out: 
     data = drawn_labels(sharp, replace(stats, tuning=None), held_out, 1.0)
     hotter = nn.Sequential(copy.deepcopy(sharp), Times(2.0))
     hot_stats = stochbn.fit(hotter, batches, progress=False)
-    tuned = stochbn.tune(hotter, hot_stats, data, temperature=True, num_samples=32, progress=False)
+    tuned = stochbn.tune(hotter, hot_stats, data, choose="both", num_samples=16, progress=False)
     assert 1.6 < tuned.tuning.temperature < 2.5
     assert 0.7 < tuned.tuning.spread < 1.4
-    plain = stochbn.tune(hotter, hot_stats, data, num_samples=32, progress=False)
+    plain = stochbn.tune(hotter, hot_stats, data, num_samples=16, progress=False)
     assert min(loss for *_, loss in tuned.tuning.curve) < min(loss for *_, loss in plain.tuning.curve)
 
 
@@ -80,7 +80,7 @@ def test_a_temperature_alone(sharp: nn.Module, batches: list[Tensor], held_out: 
     stats = stochbn.fit(sharp, batches, progress=False)
     data = drawn_labels(sharp, stats, held_out[:3], 2.0)
     labels = torch.cat([y for _, y in data])
-    tuned = stochbn.tune(sharp, stats, data, spread=False, temperature=True, progress=False)
+    tuned = stochbn.tune(sharp, stats, data, choose="temperature", progress=False)
     assert tuned.tuning.spread == 1.0
     [(spread, temperature, lowest)] = tuned.tuning.curve
     assert (spread, temperature) == (1.0, tuned.tuning.temperature)
@@ -90,7 +90,7 @@ def test_a_temperature_alone(sharp: nn.Module, batches: list[Tensor], held_out: 
         return stochbn.nll(stochbn.predict(sharp, tried, data, num_samples=8).probs, labels).item()
 
     wide = replace(stats, tuning=Tuning(3.0))  # the fitted spread is meant, not one that was tuned before
-    assert stochbn.tune(sharp, wide, data, spread=False, temperature=True, progress=False).tuning == tuned.tuning
+    assert stochbn.tune(sharp, wide, data, choose="temperature", progress=False).tuning == tuned.tuning
     found = loss(tuned.tuning.temperature)
     assert found == pytest.approx(lowest, rel=1e-3)  # of a parabola
     assert found <= min(loss(tuned.tuning.temperature * factor) for factor in (0.8, 0.9, 1.1, 1.25))
@@ -105,7 +105,7 @@ class Times(nn.Module):
         return x * self.factor
 
 
-def test_the_temperature_divides_every_draws_outputs(model: nn.Module, stats: stochbn.Fitted, x: Tensor) -> None:
+def test_the_temperature_divides_every_draws_outputs(model: nn.Module, stats: stochbn.Distribution, x: Tensor) -> None:
     cold = replace(stats, tuning=Tuning(1.0, 0.5))
     outputs = stochbn.predict(model, stats, x, link="identity").samples
     torch.testing.assert_close(stochbn.predict(model, cold, x).samples, (2 * outputs).softmax(2))
@@ -127,7 +127,7 @@ def test_groups_get_spreads_of_their_own(sharp: nn.Module, batches: list[Tensor]
         pred = stochbn.predict(sharp, true, x, num_samples=400, seed=99)
         data.append((x, torch.multinomial(pred.probs, 1, generator=generator)[:, 0]))
     common = stochbn.tune(sharp, stats, data, num_samples=32, progress=False)
-    each = stochbn.tune(sharp, stats, iter(data), groups=3, num_samples=32, progress=False)
+    each = stochbn.tune(sharp, stats, iter(data), num_groups=3, num_samples=32, progress=False)
     assert list(each.tuning.spread) == names
     assert each.tuning.spread[names[2]] < 0.8 * min(each.tuning.spread[name] for name in names[:2])
     labels = torch.cat([y for _, y in data])
@@ -135,7 +135,7 @@ def test_groups_get_spreads_of_their_own(sharp: nn.Module, batches: list[Tensor]
         stochbn.nll(stochbn.predict(sharp, tuned, data, num_samples=100).probs, labels) for tuned in (common, each)
     ]
     assert losses[1] <= losses[0] + 1e-3
-    halves = stochbn.tune(sharp, stats, data[:2], groups=2, progress=False)
+    halves = stochbn.tune(sharp, stats, data[:2], num_groups=2, progress=False)
     assert len(set(halves.tuning.spread.values())) == 2
 
 
@@ -144,7 +144,7 @@ def test_an_ensemble_is_tuned_together(batches: list[Tensor], held_out: list[Ten
     models = [calibrate(small_cnn(), batches) for _ in range(2)]
     stats = [stochbn.fit(model, batches, progress=False) for model in models]
     data = [(x, torch.randint(3, (len(x),))) for x in held_out[:2]]
-    tuned = stochbn.tune(models, stats, data, temperature=True, num_samples=4, progress=False)
+    tuned = stochbn.tune(models, stats, data, choose="both", num_samples=4, progress=False)
     assert len(tuned) == 2
     assert tuned[0].tuning == tuned[1].tuning
     spread, temperature, loss = tuned[0].tuning.curve[3]
@@ -165,7 +165,7 @@ def test_dropout_masks_are_the_same_for_all_spreads(dropout_model: nn.Module, ba
 
 
 @pytest.mark.filterwarnings("ignore:The NLL is lowest at")
-def test_models_are_left_as_they_were(model: nn.Module, stats: stochbn.Fitted) -> None:
+def test_models_are_left_as_they_were(model: nn.Module, stats: stochbn.Distribution) -> None:
     model.train()
     data = [(torch.rand(20, 1, 8, 8), torch.randint(3, (20,)))]
     before, state = copy.deepcopy(model.state_dict()), torch.get_rng_state()
@@ -197,7 +197,7 @@ def test_segmentations_and_other_batches(batches: list[Tensor]) -> None:
     assert stochbn.nll(pred.probs, data[0]["mask"]).item() == pytest.approx(loss, rel=1e-5)
 
 
-def test_an_end_of_the_curve_is_told(model: nn.Module, stats: stochbn.Fitted) -> None:
+def test_an_end_of_the_curve_is_told(model: nn.Module, stats: stochbn.Distribution) -> None:
     data = [(torch.rand(40, 1, 8, 8), torch.zeros(40, dtype=torch.long))]
     with torch.no_grad():
         model[-1].weight.zero_()
@@ -217,7 +217,7 @@ def test_temperatures_between_spreads() -> None:
     assert _best([(1.0, 5.0, 0.3), (2.0, 6.0, 0.2)]) == (2.0, 6.0)
 
 
-def test_what_is_not_finite(model: nn.Module, stats: stochbn.Fitted, x: Tensor) -> None:
+def test_what_is_not_finite(model: nn.Module, stats: stochbn.Distribution, x: Tensor) -> None:
     labels = torch.zeros(7, dtype=torch.long)
     x[3] = math.nan
     with pytest.raises(ValueError, match="NaN or Inf at the smallest spread"):
@@ -247,7 +247,7 @@ def test_parabola() -> None:
     assert find_minimum([(1.0, 1.0), (2.0, 1.0), (4.0, 1.0)]) == (1.0, 1.0)
 
 
-def test_mistakes(model: nn.Module, stats: stochbn.Fitted, x: Tensor) -> None:
+def test_mistakes(model: nn.Module, stats: stochbn.Distribution, x: Tensor) -> None:
     data = [(x, torch.zeros(7, dtype=torch.long))]
     with pytest.raises(TypeError, match=r"what stochbn\.fit returned, got list"):
         stochbn.tune(model, [data], stats)
@@ -266,12 +266,12 @@ def test_mistakes(model: nn.Module, stats: stochbn.Fitted, x: Tensor) -> None:
     with pytest.raises(ValueError, match="empty loader"):
         stochbn.tune(model, stats, [], progress=False)
     with pytest.raises(ValueError, match="as many groups as layers"):
-        stochbn.tune(model, stats, data, groups=4)
+        stochbn.tune(model, stats, data, num_groups=4)
     with pytest.raises(ValueError, match="class indices"):
         stochbn.tune(model, stats, [(x, torch.full((7,), 3))], progress=False)
-    with pytest.raises(ValueError, match="a spread or a temperature to choose, got spread=False"):
-        stochbn.tune(model, stats, data, spread=False)
-    with pytest.raises(ValueError, match="and no groups"):
-        stochbn.tune(model, stats, data, spread=False, temperature=True, groups=2)
+    with pytest.raises(ValueError, match="choose to be 'spread', 'temperature' or 'both', got 'width'"):
+        stochbn.tune(model, stats, data, choose="width")
+    with pytest.raises(ValueError, match="no groups of layers for a temperature alone, got num_groups=2"):
+        stochbn.tune(model, stats, data, choose="temperature", num_groups=2)
     with pytest.raises(TypeError, match="DataLoader or another iterable"):
         stochbn.tune(model, stats, x)

@@ -1,27 +1,30 @@
-"""Statistics → distribution over a model's BatchNorm buffers → draws.
+"""Statistics → a distribution over a model's BatchNorm buffers → draws: what all families have in common.
 
-The paper's family, eq. 4, is `Factorized`: r(μ) = N(m_μ, s²_μ) and r(σ) = LogN(m_σ, s²_σ) for every channel. Any other
-distribution over the buffers fits behind `StatisticsDistribution.sample`; `families` has two that keep correlations.
+Every family has the moments of each layer's statistics, which make the paper's r(μ) and r(σ) of eq. 4. They differ in
+the joint distribution of all channels and layers around them: `factorized`, `lowrank`, `empirical`.
 """
 
 import math
 import os
 from abc import ABC, abstractmethod
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass, replace
+from dataclasses import dataclass, fields, replace
 from functools import cached_property
-from typing import ClassVar
+from typing import TYPE_CHECKING, Any, ClassVar, Protocol
 
 import torch
 from torch import Tensor, nn
 from torch.distributions import LogNormal, Normal
 
-from stochbn.distributions import files as storage
 from stochbn.distributions.draws import Draws
-from stochbn.distributions.seeds import antithetic_normal, random_seed
-from stochbn.statistics.batches import check_whole, listing
+from stochbn.distributions.seeds import random_seed
+from stochbn.statistics.calls import unwrap
+from stochbn.statistics.checks import check_whole, listing
+from stochbn.statistics.layers import all_batch_norms, buffer_names
 from stochbn.statistics.moments import Moments
-from stochbn.statistics.normalization import all_batch_norms, buffer_names, unwrap
+
+if TYPE_CHECKING:
+    from typing_extensions import Self
 
 
 @dataclass(frozen=True, eq=False)
@@ -51,20 +54,6 @@ class Layer:
         return self.moments.mean.shape[1]
 
 
-class StatisticsDistribution(ABC):
-    """A distribution over a model's BatchNorm buffers; a draw from it is a network.
-
-    Attributes:
-        dropout: Whether it was fitted with dropout active, as it should then be used.
-    """
-
-    dropout: bool
-
-    @abstractmethod
-    def sample(self, num_samples: int, *, spread: float = 1.0, seed: int | None = None, first: int = 0) -> Draws:
-        """Draws networks. Draw i of a seed is always the same, however many are drawn and on whatever device."""
-
-
 @dataclass(frozen=True)
 class Tuning:
     """What `stochbn.tune` chose on held-out data, and what it had to choose from.
@@ -89,16 +78,26 @@ class Tuning:
             )
 
 
+class Collector(Protocol):
+    """What a family sees of all layers at once, while `fit` makes its pass."""
+
+    def add(self, rows: Tensor) -> None:
+        """Takes the statistics of some mini-batches, (G, 2, ΣC)."""
+
+    def distribution(self, moments: "Distribution") -> "Distribution":
+        """Returns the family's distribution around the moments of another."""
+
+
 @dataclass(frozen=True, eq=False)
-class Fitted(StatisticsDistribution):
-    """What `fit` returns: the moments of every layer's statistics, and the family of joint distributions around them.
+class Distribution(ABC):
+    """A distribution over a model's BatchNorm buffers; a draw from it is a network. What `fit` returns.
 
     Attributes:
         layers: `{layer name: Layer}`.
         batch_size: M of the mini-batches that it was fitted on.
         num_batches: How many there were.
         excluded: BatchNorm layers of the model that it leaves to their running statistics.
-        dropout: Whether dropout was active.
+        dropout: Whether dropout was active, as it should then be in prediction.
         conditioned: Whether each input is counted into the mini-batch that normalises it, as eq. 2 has it: one of M;
             with a spread of k one of M / k², the mini-batch that such a spread stands for.
         tuning: What `stochbn.tune` chose, if it was called.
@@ -121,6 +120,7 @@ class Fitted(StatisticsDistribution):
 
     family: ClassVar[str]
     array: ClassVar[str | None] = None  # the field that holds what the family knows beyond the moments
+    collector: ClassVar["type[Collector] | None"] = None  # of what that field holds; None if moments are all
 
     def __repr__(self) -> str:
         channels = sum(layer.num_features for layer in self.layers.values())
@@ -164,15 +164,18 @@ class Fitted(StatisticsDistribution):
         for name, mean, variance in zip(self.layers, means, variances, strict=True):
             mean_name, var_name = buffer_names(name)
             buffers[mean_name], buffers[var_name] = mean, variance
+        shares = {name: drawn.new_full((num_samples,), self._share(k)) for name, k in each.items()}
         return Draws(
             buffers,
             self.excluded,
             {name: layer.eps for name, layer in self.layers.items()},
-            {name: drawn.new_full((num_samples,), self._share(k)) for name, k in each.items()}
-            if self.conditioned
-            else {},
+            shares if self.conditioned else {},
             tuning.temperature,
         )
+
+    def untuned(self) -> "Self":
+        """Returns the distribution as it was fitted, without what `stochbn.tune` chose. Changes nothing."""
+        return replace(self, tuning=None)
 
     @property
     def sizes(self) -> list[int]:
@@ -223,71 +226,11 @@ class Fitted(StatisticsDistribution):
 
     def save(self, path: str | os.PathLike[str]) -> None:
         """Writes a safetensors file, whole or not at all; `stochbn.load` reads it back exactly."""
-        header = {
-            "family": self.family,
-            "batch_size": self.batch_size,
-            "num_batches": self.num_batches,
-            "excluded": self.excluded,
-            "dropout": self.dropout,
-            "conditioned": self.conditioned,
-            "tuning": self.tuning and asdict(self.tuning),
-            "layers": [
-                {"name": name, "eps": layer.eps, "weight": m.weight, "weight_sq": m.weight_sq}
-                for name, layer in self.layers.items()
-                for m in [layer.moments]
-            ],
-        }
-        tensors = {}
-        for name, layer in self.layers.items():
-            tensors[f"{name}.mean"] = layer.moments.mean
-            tensors[f"{name}.deviation"] = layer.moments.deviation
-        if self.array:
-            tensors[self.array] = getattr(self, self.array)
-        storage.write(path, header, tensors)
+        from stochbn.distributions import files  # it knows every family, and so stands below them
+
+        files.save(self, path)
 
 
-@dataclass(frozen=True, eq=False, repr=False)
-class Factorized(Fitted):
-    """The paper's r(μ) r(σ) (eq. 4): independent Normal means and Log-normal deviations, by matched moments.
-
-    Example:
-        >>> import stochbn
-        >>> model = nn.Sequential(nn.Linear(2, 3), nn.BatchNorm1d(3, momentum=None))
-        >>> batches = [torch.randn(16, 2) for _ in range(10)]
-        >>> for batch in batches:
-        ...     _ = model(batch)
-        >>> stats = stochbn.fit(model, batches, progress=False)
-        >>> stats
-        Factorized(1 layers, 3 channels, batch_size=16, num_batches=10)
-        >>> stats.layers["1"].r_mu.loc.shape
-        torch.Size([3])
-        >>> stats.sample(50, seed=0).buffers["1.running_var"].shape
-        torch.Size([50, 3])
-    """
-
-    family = "factorized"
-
-    def deviations(self, seed: int, first: int, count: int) -> Tensor:
-        """Draws independent Gaussian deviations."""
-        noise = antithetic_normal(seed, first, count, self.std.numel())
-        return self.std * noise.view(-1, *self.std.shape).to(self.std.device)
-
-    def merge(self, other: "Factorized") -> "Factorized":
-        """Joins two fits of one model to parts of its data: the fit to the whole, to rounding; to be tuned anew."""
-        ours, theirs = (
-            (
-                {n: (la.num_features, la.eps) for n, la in s.layers.items()},
-                *(s.batch_size, s.dropout, s.conditioned, set(s.excluded)),
-            )
-            for s in (self, other)
-        )
-        if ours != theirs:
-            raise ValueError(
-                "Expected two fits of one model with one batch size, got different layers, sizes, ε, dropout or batch "
-                f"sizes ({self} and {other}). Fit both with the same model and options."
-            )
-        layers = {
-            name: Layer(layer.eps, layer.moments.merge(other.layers[name].moments))
-            for name, layer in self.layers.items()
-        }
-        return replace(self, layers=layers, num_batches=self.num_batches + other.num_batches, tuning=None)
+def common_fields(stats: Distribution) -> dict[str, Any]:
+    """Returns what every family has, to make one of another family."""
+    return {field.name: getattr(stats, field.name) for field in fields(Distribution)}

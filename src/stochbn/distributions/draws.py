@@ -7,8 +7,8 @@ from typing import overload
 import torch
 from torch import Tensor, nn
 
-from stochbn.statistics.batches import listing
-from stochbn.statistics.normalization import all_batch_norms, buffer_names
+from stochbn.statistics.checks import listing
+from stochbn.statistics.layers import all_batch_norms, buffer_names
 
 
 @dataclass(frozen=True, eq=False)
@@ -23,7 +23,7 @@ class Draws:
             for the layers where `predict` is to count it in.
         temperature: What `predict` divides the outputs by, before the softmax or the sigmoid.
 
-    Example:
+    Examples:
         >>> import torch
         >>> draws = Draws({"running_mean": torch.zeros(5, 3), "running_var": torch.ones(5, 3)})
         >>> len(draws), len(draws[1:3])
@@ -85,12 +85,11 @@ class Draws:
                 f"Expected statistics fitted on this {type(model).__name__}, got another model's ({found}). "
                 "Fit them again with stochbn.fit(model, train_loader)."
             )
-        return replace(
-            self,
-            buffers={key: values.to(own[key]) for key, values in self.buffers.items()},
-            shares={
-                name: values.to(mean.device, torch.promote_types(mean.dtype, torch.float32))
-                for name, values in self.shares.items()
-                for mean in [own[buffer_names(name)[0]]]
-            },
-        )
+        buffers = {key: values.to(own[key]) for key, values in self.buffers.items()}
+        shares = {name: _widen_to(own[buffer_names(name)[0]], values) for name, values in self.shares.items()}
+        return replace(self, buffers=buffers, shares=shares)
+
+
+def _widen_to(buffer: Tensor, values: Tensor) -> Tensor:
+    """Moves values to a buffer's device, in its precision or float32 if that is better."""
+    return values.to(buffer.device, torch.promote_types(buffer.dtype, torch.float32))

@@ -3,43 +3,28 @@
 import itertools
 import math
 import warnings
-from collections.abc import Iterable
-from dataclasses import replace
+from collections.abc import Iterable, Iterator
 from typing import Any, Literal
 
 import torch
 from torch import Tensor, nn
 from torch.func import functional_call
+from torch.nn import functional as F
 from torch.nn.modules.batchnorm import _BatchNorm
 from tqdm.auto import tqdm
 
-from stochbn.distributions.base import Factorized, Fitted, Layer
-from stochbn.distributions.families import FAMILIES, Joint
-from stochbn.statistics.batches import (
-    STACKED_EXAMPLES,
-    Call,
-    Called,
-    call_on_item,
-    check_whole,
-    copy_to,
-    device_of,
-    length,
-    listing,
-    mini_batches,
-    rows,
-)
+from stochbn.distributions.base import Collector, Distribution, Layer
+from stochbn.distributions.factorized import Factorized
+from stochbn.distributions.files import FAMILIES
+from stochbn.statistics.calls import Call, Called, call_on_item, device_of, unwrap
+from stochbn.statistics.channels_last import RefusingLayouts, channels_last_weights
+from stochbn.statistics.checks import check_whole, listing
+from stochbn.statistics.items import copy_to, rows
+from stochbn.statistics.layers import Layers, all_batch_norms, dropout_layers, find_layers
+from stochbn.statistics.mini_batches import STACKED_EXAMPLES, length, mini_batches
 from stochbn.statistics.moments import Moments
-from stochbn.statistics.normalization import (
-    BatchNormalization,
-    Layers,
-    all_batch_norms,
-    channels_last_weights,
-    dropout_layers,
-    evaluating,
-    find_layers,
-    preserving_rng,
-    unwrap,
-)
+from stochbn.statistics.normalization import Answering, BatchNormalization, BatchNormCall, Observed
+from stochbn.statistics.restoring import evaluating, preserving_rng
 
 # A layer has drifted when half of its channels are this far from the running statistics: one standard deviation, or a
 # factor of 4 in variance. That leaves room for dropout, which raises variances in training and which fitting may leave
@@ -56,15 +41,16 @@ def fit(
     *,
     batch_size: int | None = None,
     num_batches: int | None = None,
-    tolerance: float | None = None,
+    standard_error: float | None = None,
     dropout: bool = False,
-    layers: Layers = None,
+    layers: Layers | Literal["last"] = None,
     call: Call | None = None,
     family: Literal["factorized", "lowrank", "empirical"] = "factorized",
-    size: int | None = None,
+    rank: int | None = None,
+    num_kept: int | None = None,
     conditioned: bool = False,
     progress: bool = True,
-) -> Fitted:
+) -> Distribution:
     """Fits r(μ) r(σ) to the batch statistics of training data in one pass. The model is left as it was.
 
     Minimises KL( (1/N) Σ p(μ, σ | x_i) ‖ r(μ) r(σ) ) (below eq. 4), which is to match moments: mean and unbiased
@@ -76,23 +62,24 @@ def fit(
         batch_size: M, the size of the mini-batches that the model was trained with. By default the loader's. A loader
             of larger batches is faster and gives the same: each is cut into mini-batches that are normalised apart.
         num_batches: Use only that many mini-batches.
-        tolerance: Stop when no channel's centre has a standard error above this: of μ in units of the channel's σ, and
-            of log σ² (0.01, say). The fitted spreads are then as certain. By default the whole loader is used.
+        standard_error: Stop when no channel's centre has a standard error above this: of μ in units of the channel's σ,
+            and of log σ² (0.01, say). The fitted spreads are then as certain. By default the whole loader is used.
         dropout: Keep dropout layers active, for `predict(…, dropout=True)`.
-        layers: The BatchNorm layers to treat: names or patterns, or a predicate of name and module. The others
-            keep to their running statistics, here and in prediction.
+        layers: The BatchNorm layers to treat: names or patterns, a predicate of name and module, or "last" for the one
+            that a forward pass comes to last. The others keep to their running statistics, here and in prediction.
         call: How the model is called on what the loader yields, `call(model, batch)`. By default a tensor, or the first
             of a tuple or list such as `(x, y)`, is the model's argument, and a mapping holds its keywords.
         family: The distribution around these moments. The paper's "factorized" has independent channels. "lowrank" adds
             common factors of all layers, "empirical" keeps statistics of real mini-batches.
-        size: Of "lowrank", how many factors (10); of "empirical", how many mini-batches at most (256).
+        rank: Of "lowrank", how many factors; 10 by default.
+        num_kept: Of "empirical", how many mini-batches are kept at most; 256 by default.
         conditioned: In prediction, count each input as one of the M that normalise it.
         progress: Show a progress bar.
 
     Returns:
         The distribution, to sample from, to `save` and to `predict` with.
 
-    Example:
+    Examples:
         >>> model = nn.Sequential(nn.Conv2d(1, 4, 3), nn.BatchNorm2d(4, momentum=None), nn.ReLU())
         >>> loader = [(torch.rand(32, 1, 8, 8), torch.zeros(32)) for _ in range(5)]
         >>> for x, _ in loader:
@@ -100,88 +87,126 @@ def fit(
         >>> fit(model, loader, batch_size=16, progress=False)
         Factorized(1 layers, 4 channels, batch_size=16, num_batches=10)
     """
-    if family not in FAMILIES:
-        raise ValueError(f"Expected family to be one of {', '.join(map(repr, FAMILIES))}, got {family!r}.")
-    for name, value, least in (("batch_size", batch_size, 2), ("num_batches", num_batches, 2), ("size", size, 1)):
+    collector = _make_collector(family, rank=rank, num_kept=num_kept)
+    for name, value in (("batch_size", batch_size), ("num_batches", num_batches)):
         if value is not None:
-            check_whole(name, value, least)
-    collector = FAMILIES[family][1]
-    if size is not None and collector is None:
-        raise ValueError(
-            f"Expected size= with the families 'lowrank' and 'empirical', got it with {family!r}. Leave it out."
-        )
-    if tolerance is not None and not tolerance > 0:
-        raise ValueError(f"Expected a tolerance above 0, got {tolerance}. Pass 0.01, say, or leave it out.")
-    model = unwrap(model)
-    chosen = find_layers(model, layers)
+            check_whole(name, value, 2)
+    if standard_error is not None and not standard_error > 0:
+        raise ValueError(f"Expected a standard_error above 0, got {standard_error}. Pass 0.01, say, or leave it out.")
+    model, call = unwrap(model), call or call_on_item
+    last = isinstance(layers, str) and layers == "last"
+    chosen = find_layers(model, _has_statistics if last else layers)
     if dropout:
         dropout_layers(model)
-    joint: Joint | None = None
-    if collector is not None:
-        joint = collector() if size is None else collector(size)
-    collected = Collected(joint=joint, order=chosen)
     with (
         torch.no_grad(),
         preserving_rng(device_of(model)),
         evaluating(model, dropout=dropout),
-        BatchNormalization(chosen) as normalization,
         tqdm(total=length(loader), desc="fit", unit="batch", disable=not progress, leave=False) as bar,
     ):
         parts = mini_batches(loader, batch_size=batch_size, num_batches=num_batches)
-        run = _Pass(model, call or call_on_item, normalization)
-        pending: list[int] = []
-        for item, groups, each in parts:
-            collected.batch_size = each
-            together = max(1, STACKED_EXAMPLES // each)
-            for start in range(0, groups, together):
-                some = min(together, groups - start)
-                run(item if some == groups else rows(item, start * each, (start + some) * each), some)
-                pending.append(some)
+        if last:
+            chosen, parts = _keep_last(model, call, chosen, parts)
+        collected = Collected(joint=collector, order=chosen)
+        for is_added in _collect(collected, _Pass(model, call, chosen), parts):
             bar.update()
-            if len(pending) < TOGETHER:
-                continue
-            collected.add(normalization.take(), pending)
-            pending = []
-            if progress or tolerance:
+            if is_added and (progress or standard_error is not None):
                 error = collected.standard_error(chosen)
                 bar.set_postfix(standard_error=f"{error:.4f}", refresh=False)
-                if tolerance is not None and error <= tolerance:
+                if standard_error is not None and error <= standard_error:
                     break
-        if pending:
-            collected.add(normalization.take(), pending)
     if collected.num_batches < 2:
         raise ValueError(
             f"Expected at least 2 mini-batches to fit, got {collected.num_batches}. "
             "Pass a longer loader or a smaller batch_size=."
         )
-    factorized = collected.distribution(model, chosen, dropout=dropout)
-    stats = factorized if joint is None else joint.distribution(factorized)
+    moments = collected.distribution(model, chosen, dropout=dropout, conditioned=conditioned)
+    stats = moments if collector is None else collector.distribution(moments)
     _warn_of_drift(stats, model)
-    return replace(stats, conditioned=conditioned)
+    return stats
+
+
+def _make_collector(family: str, **sizes: int | None) -> Collector | None:
+    """Returns what a family collects beyond moments; the sizes are `rank` and `num_kept`, where given."""
+    if family not in FAMILIES:
+        raise ValueError(f"Expected family to be one of {', '.join(map(repr, FAMILIES))}, got {family!r}.")
+    given = {name: check_whole(name, value, 1) for name, value in sizes.items() if value is not None}
+    for name in given:
+        owner = {"rank": "lowrank", "num_kept": "empirical"}[name]
+        if family != owner:
+            raise ValueError(f"Expected {name}= with family={owner!r}, got it with {family!r}. Leave it out.")
+    collector = FAMILIES[family].collector
+    return None if collector is None else collector(**given)
+
+
+def _has_statistics(_: str, layer: nn.Module) -> bool:
+    return layer.running_mean is not None
+
+
+def _keep_last(
+    model: nn.Module, call: Call, layers: dict[str, _BatchNorm], parts: Iterator[tuple[Any, int, int]]
+) -> tuple[dict[str, _BatchNorm], Iterator[tuple[Any, int, int]]]:
+    """Finds the last layer that a forward pass calls, on a mini-batch that it puts back in front of the others."""
+    observed = Observed(layers)
+    called: list[str | None] = []
+
+    def note(arguments: BatchNormCall) -> Tensor:
+        called.append(observed.name(arguments))
+        return F.batch_norm(*arguments)
+
+    first = next(parts, None)
+    if first is None:
+        return layers, parts
+    item, _, size = first
+    with evaluating(model), Answering(note):  # without dropout, which would take random numbers from the fit
+        call(model, copy_to(rows(item, 0, size), device_of(model)))
+    last = [name for name in called if name is not None][-1:]
+    return {name: layers[name] for name in last} or layers, itertools.chain([first], parts)
+
+
+def _collect(collected: "Collected", run: "_Pass", parts: Iterator[tuple[Any, int, int]]) -> Iterator[bool]:
+    """Runs the model over all mini-batches, as many in a pass as suit it.
+
+    Yields after each item of the loader whether something was added to what is collected.
+    """
+    pending: list[int] = []
+    for item, count, size in parts:
+        collected.batch_size = size
+        together = max(1, STACKED_EXAMPLES // size)
+        for start in range(0, count, together):
+            some = min(together, count - start)
+            run(item if some == count else rows(item, start * size, (start + some) * size), some)
+            pending.append(some)
+        is_full = len(pending) >= TOGETHER
+        if is_full:
+            collected.add(run.observed.take(), pending)
+            pending = []
+        yield is_full
+    if pending:
+        collected.add(run.observed.take(), pending)
 
 
 class _Pass:
     """Runs the model for its statistics, with convolutions channels-last as long as the model bears it."""
 
-    def __init__(self, model: nn.Module, call: Call, normalization: BatchNormalization) -> None:
+    def __init__(self, model: nn.Module, call: Call, layers: dict[str, _BatchNorm]) -> None:
         self.called = Called(model, call)
-        self.normalization = normalization
+        self.normalization = BatchNormalization(layers)
+        self.observed = self.normalization.observed
         self.weights = channels_last_weights(self.called)
 
-    def __call__(self, item: Any, groups: int) -> None:
-        self.normalization.groups = groups
-        if self.weights:
-            self.normalization.reordered = True
-            try:
-                with self.normalization.undoing():
-                    functional_call(
-                        self.called, self.weights, (copy_to(item, device_of(self.called)),), tie_weights=False
-                    )
-                return
-            except Exception:  # whatever it is, the pass below runs the model as its author meant it
-                self.weights = {}
-                self.normalization.reordered = False
-        self.called(copy_to(item, device_of(self.called)))
+    def __call__(self, item: Any, num_batches: int) -> None:
+        self.normalization.num_batches = num_batches
+        device = device_of(self.called)
+        with Answering(self.normalization.answer):
+            if self.weights:
+                try:
+                    with self.observed.undoing(), RefusingLayouts():
+                        functional_call(self.called, self.weights, (copy_to(item, device),), tie_weights=False)
+                    return
+                except Exception:  # whatever it is, the pass below runs the model as its author meant it
+                    self.weights = {}
+            self.called(copy_to(item, device))
 
 
 class Collected:
@@ -193,7 +218,9 @@ class Collected:
         order: In which they are shown to it.
     """
 
-    def __init__(self, momentum: float | None = None, joint: Joint | None = None, order: Iterable[str] = ()) -> None:
+    def __init__(
+        self, momentum: float | None = None, joint: Collector | None = None, order: Iterable[str] = ()
+    ) -> None:
         self.momentum = momentum
         self.joint = joint
         self.order = tuple(order)
@@ -201,14 +228,14 @@ class Collected:
         self.batch_size = 0
         self.num_batches = 0
 
-    def add(self, observed: dict[str, Tensor], groups: list[int]) -> None:
-        """Takes what each layer saw in some forward passes of so many mini-batches: (calls · Σ groups, 2, C)."""
+    def add(self, observed: dict[str, Tensor], counts: list[int]) -> None:
+        """Takes what each layer saw in some forward passes of so many mini-batches: (calls · Σ counts, 2, C)."""
         for name, seen in observed.items():
             values = seen.detach().cpu().double()
             if not values.isfinite().all():
                 row = int((~values.isfinite()).flatten(1).any(1).nonzero()[0])
-                calls = len(values) // sum(groups)
-                order = [number for start, size in _spans(groups) for number in [*range(start, start + size)] * calls]
+                calls = len(values) // sum(counts)
+                order = [number for start, size in _spans(counts) for number in [*range(start, start + size)] * calls]
                 if len(order) == len(values):
                     where = f"at mini-batch {self.num_batches + order[row]}"
                 else:  # a layer that not every pass uses
@@ -226,7 +253,7 @@ class Collected:
         if self.joint is not None:
             known = self.order if self.num_batches else observed
             uneven = [
-                n for n in {**self.moments, **observed} if n not in known or len(observed.get(n, ())) != sum(groups)
+                n for n in {**self.moments, **observed} if n not in known or len(observed.get(n, ())) != sum(counts)
             ]
             if uneven:
                 raise ValueError(
@@ -235,7 +262,7 @@ class Collected:
                 )
             self.order = tuple(name for name in self.order if name in observed)
             self.joint.add(torch.cat([observed[name].detach().cpu().double() for name in self.order], dim=2))
-        self.num_batches += sum(groups)
+        self.num_batches += sum(counts)
 
     def standard_error(self, layers: Iterable[str]) -> float:
         """Returns the largest of any channel's centre, of μ in units of σ or of log(σ² + ε); ∞ before all are known."""
@@ -250,7 +277,9 @@ class Collected:
             worst = max(worst, float(errors.max()))
         return worst
 
-    def distribution(self, model: nn.Module, layers: dict[str, _BatchNorm], *, dropout: bool) -> Factorized:
+    def distribution(
+        self, model: nn.Module, layers: dict[str, _BatchNorm], *, dropout: bool, conditioned: bool = False
+    ) -> Factorized:
         """Returns what was collected for these layers; warns of those that were hardly used."""
         # The order of the model, not of the calls: draws follow it, and it survives a change of the forward pass.
         fitted = {
@@ -270,7 +299,7 @@ class Collected:
                 stacklevel=3,
             )
         excluded = tuple(name for name in all_batch_norms(model) if name not in fitted)
-        return Factorized(fitted, self.batch_size, self.num_batches, excluded, dropout)
+        return Factorized(fitted, self.batch_size, self.num_batches, excluded, dropout, conditioned)
 
 
 def _spans(sizes: list[int]) -> list[tuple[int, int]]:
@@ -278,7 +307,7 @@ def _spans(sizes: list[int]) -> list[tuple[int, int]]:
     return list(zip(itertools.accumulate([0, *sizes]), sizes, strict=False))
 
 
-def _warn_of_drift(stats: Fitted, model: nn.Module) -> None:
+def _warn_of_drift(stats: Distribution, model: nn.Module) -> None:
     drifts = stats.drift(model)
     name, (shift, ratio) = max(drifts.items(), key=lambda d: max(d[1][0] / MAX_SHIFT, d[1][1] / MAX_LOG_RATIO))
     if shift > MAX_SHIFT or ratio > MAX_LOG_RATIO:

@@ -8,7 +8,7 @@ import torch
 def derive_seed(*parts: object) -> int:
     """Returns a 64-bit seed that depends on all the parts, and on nothing else.
 
-    Example:
+    Examples:
         >>> derive_seed(0, "draw", 1) == derive_seed(0, "draw", 1) != derive_seed(0, "draw", 2)
         True
     """
@@ -27,7 +27,7 @@ def antithetic_normal(seed: int, first: int, count: int, size: int) -> torch.Ten
     Draw 2i + 1 is the mirror image of draw 2i, so that in the mean over both all that is odd in the noise cancels, the
     linear part above all. Pairs are independent of each other; so are the draws of even number.
 
-    Example:
+    Examples:
         >>> noise = antithetic_normal(seed=0, first=0, count=4, size=3)
         >>> torch.equal(noise[0], -noise[1])
         True

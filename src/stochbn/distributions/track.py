@@ -1,20 +1,19 @@
 """Training → distribution: the paper's exponential smoothing, on any model, while it trains."""
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
-from torch.nn.modules.batchnorm import _BatchNorm
-from torch.overrides import TorchFunctionMode
-from torch.utils.hooks import RemovableHandle
 
-from stochbn.distributions.base import Factorized
+from stochbn.distributions.factorized import Factorized
 from stochbn.distributions.fit import Collected
-from stochbn.statistics.batches import num_examples
-from stochbn.statistics.normalization import BatchNormCall, batch_moments, find_layers, observation, unwrap
+from stochbn.statistics.calls import unwrap
+from stochbn.statistics.items import num_examples
+from stochbn.statistics.layers import find_layers
+from stochbn.statistics.normalization import Answering, BatchNormCall, Observed, batch_statistics
 
 
 class Tracker:
@@ -25,7 +24,7 @@ class Tracker:
         self._layers = find_layers(model)
         self._momentum = momentum
         self._collected = Collected(momentum)
-        self._observed: dict[str, list[Tensor]] = {}
+        self._observed = Observed({})
         self._other_size = 0
 
     def distribution(self) -> Factorized:
@@ -38,8 +37,21 @@ class Tracker:
         dropout = any(isinstance(module, nn.modules.dropout._DropoutNd) for module in self._model.modules())
         return self._collected.distribution(self._model, self._layers, dropout=dropout)
 
+    def _begin(self) -> Callable[[BatchNormCall], Tensor]:
+        """Starts a forward pass, and returns what listens to its layers; a pass that raised is forgotten."""
+        observed = self._observed = Observed(self._layers)  # by the buffers of now: `model.to` makes new ones
+
+        def listen(call: BatchNormCall) -> Tensor:
+            name = observed.name(call)
+            if name is not None and call.training:
+                with torch.no_grad():
+                    observed.add(name, batch_statistics(call.input.detach(), call.eps))
+            return F.batch_norm(*call)
+
+        return listen
+
     def _finish(self, arguments: Any) -> None:
-        observed, self._observed = self._observed, {}
+        observed = self._observed.take()
         size = num_examples(arguments) if observed else 0
         if size < 2:
             return
@@ -50,25 +62,7 @@ class Tracker:
             self._collected = Collected(self._momentum)
         self._other_size = 0
         self._collected.batch_size = size
-        self._collected.add({name: torch.cat(calls) for name, calls in observed.items()}, [1])
-
-
-class _Watch(TorchFunctionMode):
-    """Notes the input of each `batch_norm` that a layer in train mode calls, and lets it pass."""
-
-    def __init__(self, observed: list[Tensor], eps: float) -> None:
-        super().__init__()
-        self.observed = observed
-        self.eps = eps
-
-    def __torch_function__(
-        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
-    ) -> Any:
-        if func is F.batch_norm:
-            with torch.no_grad():
-                mean, variance = batch_moments(BatchNormCall(*args, **(kwargs or {})).input.detach())
-                self.observed.append(observation(mean, variance, self.eps))
-        return func(*args, **(kwargs or {}))
+        self._collected.add(observed, [1])
 
 
 @contextmanager
@@ -78,7 +72,7 @@ def track(model: nn.Module, momentum: float = 0.1) -> Iterator[Tracker]:
     With momentum α, the batch seen k steps ago weighs α (1 − α)^k, divided by the sum of the weights so far: there is
     no start-up bias. Only forward passes in train mode count, and training itself is left as it is, except that a
     batch with NaN or Inf in its statistics raises. A batch of another size (the last of an epoch) is passed over; when
-    the size changes for good, the smoothing starts anew.
+    the size changes for good, the smoothing starts again.
 
     Args:
         model: The network that is trained inside the context, by calling it.
@@ -87,7 +81,7 @@ def track(model: nn.Module, momentum: float = 0.1) -> Iterator[Tracker]:
     Yields:
         A tracker, whose `distribution()` gives the fit at any time.
 
-    Example:
+    Examples:
         >>> model = nn.Sequential(nn.Linear(2, 3), nn.BatchNorm1d(3))
         >>> with track(model) as tracker:
         ...     for _ in range(20):
@@ -103,30 +97,21 @@ def track(model: nn.Module, momentum: float = 0.1) -> Iterator[Tracker]:
             "Fit after training instead: stochbn.fit(model, train_loader)."
         )
     tracker = Tracker(model, momentum)
-    hooks: list[RemovableHandle] = []
+    passes = ExitStack()  # the context of a forward pass that is under way
+
+    def begin(*_: Any) -> None:
+        passes.enter_context(Answering(tracker._begin()))
+
+    def end(*_: Any) -> None:
+        passes.close()
+
+    hooks = [
+        model.register_forward_pre_hook(begin),
+        model.register_forward_hook(end, always_call=True),  # also after an error, or the context would stay
+        model.register_forward_hook(lambda _, args, kwargs, __: tracker._finish((args, kwargs)), with_kwargs=True),
+    ]
     try:
-        # A forward pass that raised leaves observations behind, so the next starts afresh. Registered first, as the
-        # model may be a BatchNorm layer itself.
-        hooks.append(model.register_forward_pre_hook(lambda *_: tracker._observed.clear()))
-        for name, layer in tracker._layers.items():
-            hooks.extend(_watch(tracker, name, layer))
-        hooks.append(
-            model.register_forward_hook(lambda _, args, kwargs, __: tracker._finish((args, kwargs)), with_kwargs=True)
-        )
         yield tracker
     finally:
         for hook in hooks:
             hook.remove()
-
-
-def _watch(tracker: Tracker, name: str, layer: _BatchNorm) -> list[RemovableHandle]:
-    active = ExitStack()
-
-    def enter(layer: _BatchNorm, _: Any) -> None:
-        if layer.training:
-            active.enter_context(_Watch(tracker._observed.setdefault(name, []), layer.eps))
-
-    def leave(*_: Any) -> None:
-        active.close()
-
-    return [layer.register_forward_pre_hook(enter), layer.register_forward_hook(leave, always_call=True)]

@@ -63,7 +63,7 @@ class Method:
     def at(self, spread: float) -> "Method":
         """Returns the method with a fixed spread, under a key and a label of its own.
 
-        Example:
+        Examples:
             >>> METHODS["last"].at(0.5).key
             'last@0.50'
         """
@@ -77,7 +77,7 @@ class Method:
     def tempered(self) -> "Method":
         """Returns the method with a temperature chosen on validation data, under a key and a label of its own.
 
-        Example:
+        Examples:
             >>> METHODS["plain"].tempered().label
             'One network + temperature'
         """

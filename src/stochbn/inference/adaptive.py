@@ -22,7 +22,7 @@ from torch import Tensor
 
 from stochbn.inference.engine import Network
 from stochbn.inference.prediction import Average, Link, Prediction, apply_link, join
-from stochbn.statistics.batches import num_examples, take
+from stochbn.statistics.items import num_examples, take
 
 MAX_DRAWS = 1024
 # After n draws, Student's t for n / 2 − 1 degrees of freedom, two-sided, at a seventh of 5 %.
@@ -82,7 +82,7 @@ def predict_adaptively(
 
 
 def _settled(outputs: list[Tensor], temperatures: list[float], link: Link, tolerance: float) -> Tensor:
-    """Tells for each input whether the confidence statement holds: (n, N, K, *) of each network → (N,)."""
+    """Returns for each input whether the confidence statement holds: (n, N, K, *) of each network → (N,)."""
     most = len(max(outputs, key=len))
     samples = torch.stack(
         [

@@ -9,8 +9,9 @@ from torch.nn import functional as F
 from torch.overrides import TorchFunctionMode
 
 from stochbn.inference.sharing import Recording
-from stochbn.statistics.batches import widen
-from stochbn.statistics.normalization import LAYOUT_DEPENDENT, BatchNormCall, buffer_names
+from stochbn.statistics.channels_last import LAYOUT_DEPENDENT
+from stochbn.statistics.layers import buffer_names
+from stochbn.statistics.normalization import BatchNormCall, widen
 
 Affine = tuple[Tensor, Tensor]
 
@@ -56,7 +57,7 @@ def normalise_with(call: BatchNormCall, share: Tensor, num_inputs: int) -> Tenso
         share: w, a scalar.
         num_inputs: N.
 
-    Example:
+    Examples:
         >>> x = torch.tensor([[[1.0, 5.0]]])
         >>> call = BatchNormCall(x, torch.tensor([0.0]), torch.tensor([1.0]), eps=0.0)
         >>> torch.allclose(normalise_with(call, torch.tensor(0.5), 1), (x - 1.5) / (0.5 * (1 + 3**2 / 2 + 4)) ** 0.5)

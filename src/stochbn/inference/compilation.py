@@ -54,7 +54,7 @@ def _is_random(node: torch.fx.Node) -> bool:
 
 
 def fingerprint(model: nn.Module) -> Hashable:
-    """Returns what of a model is compiled in, as far as can be told: its structure, and plain attributes of modules."""
+    """Returns what of a model is compiled in, as far as can be seen: its structure, and plain attributes of modules."""
     plain = (bool, int, float, str, type(None))
     return repr(model), tuple(
         (key, value)

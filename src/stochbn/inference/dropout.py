@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from torch.nn.modules.dropout import _DropoutNd
 
 from stochbn.distributions.seeds import derive_seed
-from stochbn.statistics.normalization import dropout_layers
+from stochbn.statistics.layers import dropout_layers
 
 _WHOLE_CHANNELS = (nn.Dropout1d, nn.Dropout2d, nn.Dropout3d, nn.FeatureAlphaDropout)
 _ALPHA = -1.7580993408473766  # SELU's value at −∞, to which alpha dropout sets a unit

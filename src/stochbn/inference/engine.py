@@ -19,33 +19,20 @@ from torch import Tensor, nn
 from torch.func import functional_call, vmap
 from torch.utils._pytree import tree_flatten, tree_map, tree_unflatten
 
-from stochbn.distributions.base import Fitted, StatisticsDistribution
+from stochbn.distributions.base import Distribution
 from stochbn.distributions.draws import Draws
 from stochbn.inference.affine import Affine, DrawnLayer, DrawnNormalization, fold
 from stochbn.inference.compilation import CompiledPass, compiled_pass, fingerprint
 from stochbn.inference.dropout import DropoutMasks, dropout_masks
 from stochbn.inference.sharing import Recording
-from stochbn.statistics.batches import (
-    STACKED_EXAMPLES,
-    Call,
-    Called,
-    copy_to,
-    device_of,
-    fill,
-    map_leaves,
-    num_examples,
-    tensors_in,
-)
-from stochbn.statistics.normalization import (
-    all_batch_norms,
-    buffer_names,
-    channels_last_weights,
-    dropout_layers,
-    evaluating,
-    keeping_tensors,
-)
+from stochbn.statistics.calls import Call, Called, device_of
+from stochbn.statistics.channels_last import channels_last_weights
+from stochbn.statistics.items import copy_to, fill, map_leaves, num_examples, tensors_in
+from stochbn.statistics.layers import all_batch_norms, buffer_names, dropout_layers
+from stochbn.statistics.mini_batches import STACKED_EXAMPLES
+from stochbn.statistics.restoring import evaluating, keeping_tensors
 
-Source = StatisticsDistribution | Draws | None
+Source = Distribution | Draws | None
 
 
 class Drawn(NamedTuple):
@@ -110,12 +97,12 @@ class Network:
         self.masks: DropoutMasks | None = None
         self.device = device_of(model)
         self.stacks = True  # until the model shows that it cannot be vectorised
-        self.shares = True  # until it shows that its passes cannot be shared, or not channels-last
+        self.reuses = True  # until it shows that its passes cannot be shared, or not channels-last
         self.compiles = compiles
         self.compiled_rows = 0
         self.bytes_a_draw = _BYTES.setdefault(model, {})  # by the shapes of a batch
         self.temperature = 1.0
-        self.num_masks = num_masks  # after so many draws, dropout's masks begin anew
+        self.num_masks = num_masks  # after so many draws, dropout's masks begin again
         self.block: tuple[range, Drawn] = (range(0), Drawn({}, {}, {}, torch.arange(0)))  # the draws at hand
         self.layers: dict[str, Any] = {} if source is None else dict(all_batch_norms(model))
         self.weights: dict[str, Tensor] | None = None
@@ -126,7 +113,7 @@ class Network:
             self._load(range(self.num_draws))
         else:
             self.num_draws = num_samples if dropout or source is not None else 1
-        if isinstance(source, StatisticsDistribution):
+        if isinstance(source, Distribution):
             self._load(range(min(FIRST_DRAWS, self.num_draws)))
             warn_of_dropout(source, dropout, stacklevel=5)
 
@@ -144,6 +131,7 @@ class Network:
         """Yields outputs (s, N, …) of successive draws, from the first to before the last; without the temperature."""
         last = self.num_draws if last is None else last
         wants_gradient = torch.is_grad_enabled() and any(t.requires_grad for t in tensors_in(item))
+        # The mode holds within this generator only: whoever consumes it runs between two chunks in a mode of their own.
         with torch.set_grad_enabled(wants_gradient):
             if self.compiles and self.num_draws > 1 and not wants_gradient:
                 chunks = self._run_compiled(item, chunk_size, first, last)
@@ -171,10 +159,10 @@ class Network:
         self.compiled_rows = max(self.compiled_rows, count)
         item = copy_to(fill(item, self.compiled_rows), self.device)  # one shape, so that one code serves all batches
         if not chunk_size and _shapes(item) not in self.bytes_a_draw:
-            with suppress(Exception):  # to know how large a stack may be; what is wrong, compiling will tell
+            with suppress(Exception):  # to know how large a stack may be; compiling will report what is wrong
                 self._stacked(first, first + 1, _Batch(item, self.device))
         size = chunk_size or self._suitable_size(item)
-        size = math.ceil((last - first) / math.ceil((last - first) / size))
+        size = math.ceil((last - first) / math.ceil((last - first) / size))  # equal chunks: each size is compiled apart
         named = itertools.chain(
             self.called.named_parameters(remove_duplicate=False), self.called.named_buffers(remove_duplicate=False)
         )
@@ -215,7 +203,9 @@ class Network:
                 return self._stacked(start, stop, batch)
             except Exception as error:  # whatever it is, the loop below runs the model as its author meant it
                 problem = error
-                self.stacks, self.shares = self.shares, False
+                # Two steps down: without sharing and reordered weights, which most such models bear, then by a loop.
+                self.stacks = self.reuses
+                self.reuses = False
         outputs = self._looped(start, stop, batch)
         if problem is not None:
             reason = str(problem).strip().split("\n")[0]
@@ -227,8 +217,8 @@ class Network:
         return outputs
 
     def _stacked(self, start: int, stop: int, batch: "_Batch") -> Tensor:
-        weights = self._weights() if self.shares and not torch.is_grad_enabled() else {}
-        item, recording = batch.begin() if self.shares else (batch.copy(), None)
+        weights = self._weights() if self.reuses and not torch.is_grad_enabled() else {}
+        item, recording = batch.begin() if self.reuses else (batch.copy(), None)
         with keeping_tensors(self.model):
             return self._stack(weights, self._draws(start, stop), item, recording)
 
@@ -289,7 +279,7 @@ class Network:
             draws, block = self.block
         part = slice(start - draws[0], stop - draws[0])
         buffers = {name: values[part] for name, values in block.buffers.items()}
-        if torch.is_grad_enabled():  # the maps carry gradients to the layers' parameters, anew in each pass
+        if torch.is_grad_enabled():  # the maps carry gradients to the layers' parameters, so each pass makes its own
             affines = fold(self.layers, buffers)
         else:
             affines = {name: (scale[part], shift[part]) for name, (scale, shift) in block.affines.items()}
@@ -301,7 +291,7 @@ class Network:
         return index if self.num_masks is None else index % self.num_masks
 
     def _load(self, draws: range) -> None:
-        if isinstance(self.source, StatisticsDistribution):
+        if isinstance(self.source, Distribution):
             made = _sample(self.source, len(draws), self.seed, draws[0])
         else:
             assert self.source is not None
@@ -322,23 +312,23 @@ def _shapes(item: Any) -> tuple[torch.Size, ...]:
 _BYTES: "WeakKeyDictionary[nn.Module, dict[tuple[torch.Size, ...], int]]" = WeakKeyDictionary()
 
 
-def _sample(source: StatisticsDistribution, count: int, seed: int, first: int) -> Draws:
+def _sample(source: Distribution, count: int, seed: int, first: int) -> Draws:
     """Draws networks, or returns the last ones of a fitted distribution if they are asked for again."""
     asked = (count, seed, first)
     last = _LAST.get(source)
     if last is not None and last[0] == asked:
         return last[1]
     draws = source.sample(count, seed=seed, first=first)
-    if isinstance(source, Fitted):  # which never changes; of any other kind nothing is known
+    if isinstance(source, Distribution):  # which never changes; of any other kind nothing is known
         _LAST[source] = (asked, draws)
     return draws
 
 
 # One input after the other asks for the same networks again and again, and drawing them can take as long as a pass.
-_LAST: "WeakKeyDictionary[StatisticsDistribution, tuple[tuple[int, int, int], Draws]]" = WeakKeyDictionary()
+_LAST: "WeakKeyDictionary[Distribution, tuple[tuple[int, int, int], Draws]]" = WeakKeyDictionary()
 
 
-def warn_of_dropout(source: StatisticsDistribution, dropout: bool, stacklevel: int) -> None:
+def warn_of_dropout(source: Distribution, dropout: bool, stacklevel: int) -> None:
     """Warns of statistics that were fitted under another rule."""
     if source.dropout != dropout:
         warnings.warn(

@@ -12,21 +12,12 @@ from tqdm.auto import tqdm
 from stochbn.inference.engine import Predictor
 from stochbn.inference.predict import check_options, is_loader
 from stochbn.inference.prediction import Average, Link, Prediction, check_logits, join
-from stochbn.statistics.batches import (
-    Call,
-    call_on_inputs,
-    copy_to,
-    describe,
-    device_of,
-    has_rows,
-    length,
-    map_leaves,
-    mini_batches,
-    num_examples,
-    rows,
-    without_labels,
-)
-from stochbn.statistics.normalization import BatchNormalization, all_batch_norms, evaluating, preserving_rng, unwrap
+from stochbn.statistics.calls import Call, call_on_inputs, device_of, unwrap, without_labels
+from stochbn.statistics.items import copy_to, describe, has_rows, map_leaves, num_examples, rows
+from stochbn.statistics.layers import all_batch_norms
+from stochbn.statistics.mini_batches import length, mini_batches
+from stochbn.statistics.normalization import Answering, BatchNormalization
+from stochbn.statistics.restoring import evaluating, preserving_rng
 from stochbn.uncertainty import class_indices
 
 # A pass holds as many mini-batches as fit into this many examples.
@@ -65,7 +56,7 @@ def exact_predict(
         keep_samples: Keep every sample's prediction.
         progress: Show a progress bar.
 
-    Example:
+    Examples:
         >>> model = nn.Sequential(nn.Linear(2, 8), nn.BatchNorm1d(8), nn.Linear(8, 3))
         >>> loader = [torch.randn(16, 2) for _ in range(20)]
         >>> exact_predict(model, loader, torch.randn(5, 2), num_samples=10)
@@ -80,11 +71,12 @@ def exact_predict(
     batches = inputs if is_loader(inputs) else [inputs]
     rounds = (length(batches) or 0) * num_samples or None
     results = []
+    normalization = BatchNormalization(layers, record=False)
     with (
         torch.no_grad(),
         preserving_rng(device),
         evaluating(model),
-        BatchNormalization(layers, record=False) as normalization,
+        Answering(normalization.answer),
         tqdm(total=rounds, desc="exact", unit="sample", disable=not progress, leave=False) as bar,
     ):
         torch.manual_seed(seed)
@@ -100,9 +92,9 @@ def exact_predict(
                 outputs = []
                 for start in range(0, max(1, num_examples(item)), size):
                     some = rows(item, start, start + size)
-                    normalization.groups = num_examples(some)
+                    normalization.num_batches = num_examples(some)
                     together = called(_surround(some, companion))  # (n · M, …)
-                    outputs.append(together.unflatten(0, (normalization.groups, -1))[:, 0])
+                    outputs.append(together.unflatten(0, (normalization.num_batches, -1))[:, 0])
                 average.add(torch.cat(outputs).unsqueeze(0))
                 bar.update()
             results.append(average.prediction())
@@ -185,7 +177,7 @@ def lower_bound(
         chunk_size: As there.
         progress: Show a progress bar.
 
-    Example:
+    Examples:
         >>> model = nn.Sequential(nn.Linear(2, 8), nn.BatchNorm1d(8), nn.Linear(8, 3))
         >>> loader = [torch.randn(16, 2) for _ in range(20)]
         >>> bound = lower_bound(model, loader, torch.randn(5, 2), torch.zeros(5, dtype=torch.long), num_samples=20)
@@ -219,8 +211,8 @@ def _companions(loader: Iterable[Any], batch_size: int | None, num_samples: int)
     """Reads S times M − 1 training examples."""
     found = [
         rows(item, start + 1, start + size)
-        for item, groups, size in mini_batches(loader, batch_size=batch_size, num_batches=num_samples)
-        for start in range(0, groups * size, size)
+        for item, count, size in mini_batches(loader, batch_size=batch_size, num_batches=num_samples)
+        for start in range(0, count * size, size)
     ]
     if len(found) < num_samples:
         raise ValueError(

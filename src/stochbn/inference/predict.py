@@ -6,14 +6,16 @@ from typing import Any, Literal, get_args
 from torch import Tensor, nn
 from tqdm.auto import tqdm
 
-from stochbn.distributions.base import StatisticsDistribution
+from stochbn.distributions.base import Distribution
 from stochbn.distributions.draws import Draws
 from stochbn.distributions.seeds import member_seed, random_seed
 from stochbn.inference.adaptive import MAX_DRAWS, predict_adaptively
 from stochbn.inference.engine import Network, Source
 from stochbn.inference.prediction import Average, Link, Prediction, join
-from stochbn.statistics.batches import Call, call_on_inputs, call_on_item, check_loader, check_whole, length
-from stochbn.statistics.normalization import preserving_rng, unwrap
+from stochbn.statistics.calls import Call, call_on_inputs, call_on_item, unwrap
+from stochbn.statistics.checks import check_whole
+from stochbn.statistics.mini_batches import check_loader, length
+from stochbn.statistics.restoring import preserving_rng
 
 
 def predict(
@@ -51,7 +53,7 @@ def predict(
             of batches (called as in `fit`: labels may be there and are passed over).
         num_samples: S, the number of draws of each model. Without SBN and dropout one pass is all there is; given
             `Draws` bring their own number. With "auto" each input takes as many as it needs, from 8 to 1,024, and
-            `counts` tells how many; samples are not kept.
+            `counts` says how many; samples are not kept.
         tolerance: With "auto", an input stops when, at a confidence of 95 % each, its entropy is this close (in nats)
             to that of infinitely many draws, and its class is theirs (`inference.adaptive` says more). With link
             "identity", when its mean is this close.
@@ -69,7 +71,7 @@ def predict(
     Returns:
         A `Prediction`. It carries gradients with respect to inputs that require them (and to the parameters that do).
 
-    Example:
+    Examples:
         >>> import stochbn, torch
         >>> model = nn.Sequential(nn.Linear(2, 8), nn.BatchNorm1d(8, momentum=None), nn.ReLU(), nn.Linear(8, 3))
         >>> loader = [torch.randn(16, 2) for _ in range(20)]
@@ -130,7 +132,7 @@ def predict(
 
 
 def is_loader(inputs: Any) -> bool:
-    """Tells batches to iterate over from one batch: tensors, tuples and mappings are one."""
+    """Returns whether inputs are batches to iterate over; tensors, tuples and mappings are one batch."""
     if isinstance(inputs, (Tensor, tuple, Mapping)):
         return False
     check_loader(inputs)
@@ -162,7 +164,7 @@ def _networks(
     if stats is None:
         sources = [None] * len(models)
     for source in sources:
-        if not (source is None or isinstance(source, (StatisticsDistribution, Draws))):
+        if not (source is None or isinstance(source, (Distribution, Draws))):
             raise TypeError(
                 f"Expected a fitted distribution, Draws or None, got {type(source).__name__}. "
                 "Pass what stochbn.fit(model, train_loader) or stochbn.load(path) returned."

@@ -7,8 +7,8 @@ from typing import Any, Literal
 import torch
 from torch import Tensor
 
-from stochbn.statistics.batches import widen
 from stochbn.statistics.moments import Moments
+from stochbn.statistics.normalization import widen
 from stochbn.uncertainty import entropy, entropy_terms
 
 Link = Literal["softmax", "sigmoid", "identity"]
@@ -113,19 +113,19 @@ class Average:
         """Returns the average so far."""
         assert self.moments is not None
         variance = self.moments.deviation / self.moments.weight
-        spread = variance > 0  # the square root has no gradient at 0
+        varies = variance > 0  # the square root has no gradient at 0
         return Prediction(
             link=self.link,
             num_samples=self.count,
             mean=self.moments.mean,
-            std=torch.where(spread, variance, 1.0).sqrt() * spread,
+            std=torch.where(varies, variance, 1.0).sqrt() * varies,
             samples=torch.cat(self.samples) if self.keep_samples else None,
             expected_entropy=self.entropies.mean if self.entropies else None,
         )
 
 
 def join(parts: Sequence[Prediction], order: Tensor | None = None) -> Prediction:
-    """Puts the predictions of successive batches together; or of the inputs that `order` tells, (N,)."""
+    """Puts the predictions of successive batches together; or of the inputs in the order that `order`, (N,), has."""
     if not parts:
         raise ValueError("Expected at least one batch of inputs, got an empty loader. Pass one with data.")
     places = None if order is None else order.argsort()

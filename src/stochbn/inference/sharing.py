@@ -149,5 +149,5 @@ class Recording:
 
 
 def is_drawn(tensor: Tensor) -> bool:
-    """Tells whether a tensor under `vmap` differs from draw to draw."""
+    """Returns whether a tensor under `vmap` differs from draw to draw."""
     return bool(torch._C._functorch.is_batchedtensor(tensor))

@@ -10,19 +10,23 @@ import math
 import warnings
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Any, TypeVar, cast
+from typing import Any, Literal, TypeVar, cast
 
 import torch
 from torch import Tensor, nn
 from tqdm.auto import tqdm
 
-from stochbn.distributions.base import Fitted, Tuning
+from stochbn.distributions.base import Distribution, Tuning
 from stochbn.distributions.draws import Draws
 from stochbn.distributions.seeds import member_seed, random_seed
 from stochbn.inference.engine import Network, warn_of_dropout
 from stochbn.inference.prediction import check_logits
-from stochbn.statistics.batches import Call, call_on_item, check_loader, check_whole, describe, length, widen
-from stochbn.statistics.normalization import preserving_rng, unwrap
+from stochbn.statistics.calls import Call, call_on_item, unwrap
+from stochbn.statistics.checks import check_whole
+from stochbn.statistics.items import describe
+from stochbn.statistics.mini_batches import check_loader, length
+from stochbn.statistics.normalization import widen
+from stochbn.statistics.restoring import preserving_rng
 from stochbn.uncertainty import class_indices
 
 SPREADS = tuple(2 ** (step / 2) for step in range(-2, 5))  # 0.5, 0.71, 1, …, 4
@@ -34,7 +38,7 @@ TEMPERATURES = tuple(2 ** (step / 4) for step in range(-8, 13))  # 0.25, …, 1,
 _TARGET = "Pass target=, for example target=lambda batch: batch['labels']."
 
 Spread = float | Mapping[str, float]
-T = TypeVar("T", bound=Fitted | Sequence[Fitted])
+T = TypeVar("T", bound=Distribution | Sequence[Distribution])
 
 
 def tune(
@@ -42,9 +46,8 @@ def tune(
     stats: T,
     loader: Iterable[Any],
     *,
-    spread: bool = True,
-    temperature: bool = False,
-    groups: int = 1,
+    choose: Literal["spread", "temperature", "both"] = "spread",
+    num_groups: int = 1,
     num_samples: int = 8,
     seed: int | None = 0,
     dropout: bool = False,
@@ -62,11 +65,11 @@ def tune(
         model: A trained classifier, or several, which are then tuned together, to one spread and temperature.
         stats: What `fit` returned for it; for several a sequence.
         loader: Held-out data with labels, seen neither in training nor in the test: batches `(x, y)`.
-        spread: Choose the spread. False leaves the fitted one, for a temperature alone: the NLL of held-out data cannot
-            see what a narrower spread costs on strange inputs.
-        temperature: Choose one too: what every draw's outputs are divided by before the softmax.
-        groups: Into how many groups of successive layers the network is cut, each with a spread of its own; as many as
-            there are layers for one each. They are chosen one after the other, in one more pass each.
+        choose: What to choose: the spread; a temperature, which divides every draw's outputs before the softmax, at the
+            fitted spread; or both. The NLL of held-out data cannot see what a narrower spread costs on out-of-domain
+            inputs.
+        num_groups: Into how many groups of successive layers the network is cut, each with a spread of its own; as many
+            as there are layers for one each. They are chosen one after the other, in one more pass each.
         num_samples: Draws for each spread that is tried. The losses fall with more, the best spread hardly changes.
         seed: Of the draws, as in `predict`.
         dropout: As in `predict`.
@@ -77,7 +80,7 @@ def tune(
     Returns:
         The distribution, or the list of them, with `tuning` set, which `predict` follows and `save` includes.
 
-    Example:
+    Examples:
         >>> import stochbn
         >>> _ = torch.manual_seed(2)
         >>> model = nn.Sequential(nn.Linear(2, 8), nn.BatchNorm1d(8, momentum=None), nn.ReLU(), nn.Linear(8, 3))
@@ -85,16 +88,16 @@ def tune(
         >>> for x, _ in batches:
         ...     _ = model(x)
         >>> stats = stochbn.fit(model, batches[:10], progress=False)
-        >>> tuned = stochbn.tune(model, stats, batches[10:], temperature=True, progress=False)
+        >>> tuned = stochbn.tune(model, stats, batches[10:], choose="both", progress=False)
         >>> tuned
         Factorized(1 layers, 8 channels, batch_size=16, num_batches=10, tuned)
         >>> len(tuned.tuning.curve) >= 7
         True
     """
     models = [unwrap(one) for one in model] if isinstance(model, (Sequence, nn.ModuleList)) else [unwrap(model)]
-    members: list[Fitted] = list(stats) if isinstance(stats, Sequence) else [stats]
+    members: list[Distribution] = list(stats) if isinstance(stats, Sequence) else [stats]
     for member in members:
-        if not isinstance(member, Fitted):
+        if not isinstance(member, Distribution):
             raise TypeError(
                 f"Expected what stochbn.fit returned, got {type(member).__name__}. The order is "
                 "tune(model, stats, val_loader)."
@@ -107,17 +110,19 @@ def tune(
         )
     seed = random_seed() if seed is None else check_whole("seed", seed, -(2**63))
     check_loader(loader)
-    groups, num_samples = check_whole("groups", groups, 1), check_whole("num_samples", num_samples, 2)
+    num_groups, num_samples = check_whole("num_groups", num_groups, 1), check_whole("num_samples", num_samples, 2)
     names = list(members[0].layers)
-    if not spread and (groups > 1 or not temperature):
+    if choose not in ("spread", "temperature", "both"):
+        raise ValueError(f"Expected choose to be 'spread', 'temperature' or 'both', got {choose!r}.")
+    if choose == "temperature" and num_groups > 1:
         raise ValueError(
-            f"Expected a spread or a temperature to choose, got spread=False with {groups=} and {temperature=}. Pass "
-            "temperature=True, and no groups, which are for spreads."
+            f"Expected no groups of layers for a temperature alone, got num_groups={num_groups}. Pass choose='both', "
+            "or leave num_groups out: groups are for spreads."
         )
-    if groups > 1 and (groups > len(names) or any(list(member.layers) != names for member in members)):
+    if num_groups > 1 and (num_groups > len(names) or any(list(member.layers) != names for member in members)):
         raise ValueError(
-            f"Expected at most as many groups as layers, and the same layers in all models, got {groups} groups for "
-            f"{len(names)} layers. Pass fewer."
+            f"Expected at most as many groups as layers, and the same layers in all models, got num_groups="
+            f"{num_groups} for {len(names)} layers. Pass fewer."
         )
     held_out = _HeldOut(
         models,
@@ -128,29 +133,14 @@ def tune(
         num_samples=num_samples,
         seed=seed,
         dropout=dropout,
-        temperatures=TEMPERATURES if temperature else (1.0,),
+        temperatures=(1.0,) if choose == "spread" else TEMPERATURES,
         progress=progress,
     )
-    curve = held_out.try_spreads(SPREADS if spread else (1.0,), "tune")
-    if spread and _best(curve)[0] == SPREADS[0]:
-        curve = held_out.try_spreads(NARROWER, "tune, narrower") + curve
-    elif spread and _best(curve)[0] == SPREADS[-1]:
-        curve += held_out.try_spreads(WIDER, "tune, wider")
+    curve = _search(held_out) if choose != "temperature" else held_out.try_spreads((1.0,), "tune")
     best, found = _best(curve)
-    if best == NARROWER[0]:
-        warnings.warn(
-            f"The NLL is lowest at {best:g}, the smallest spread tried: on these data draws do not improve it. The "
-            "fitted spread may still tell strange inputs apart; tuning.curve has the NLL that it costs.",
-            stacklevel=2,
-        )
-    elif best == WIDER[-1]:
-        warnings.warn(
-            f"The NLL is lowest at {best:g}, the largest spread tried: draws far wider than mini-batches ever were. "
-            "Check that the labels are those of the inputs.",
-            stacklevel=2,
-        )
+    _warn_of_ends(best)
     chosen: Spread = best
-    bounds = [round(number * len(names) / groups) for number in range(groups + 1)] if groups > 1 else []
+    bounds = [round(number * len(names) / num_groups) for number in range(num_groups + 1)] if num_groups > 1 else []
     for start, stop in itertools.pairwise(bounds):
         before = chosen if isinstance(chosen, Mapping) else dict.fromkeys(names, chosen)
         tried = [{**before, **{name: before[name] * k for name in names[start:stop]}} for k in AROUND]
@@ -161,12 +151,37 @@ def tune(
     return cast(T, tuned if isinstance(stats, Sequence) else tuned[0])
 
 
+def _search(held_out: "_HeldOut") -> list[tuple[float, float, float]]:
+    """Tries spreads around the fitted one, and further out on the side where the best of them lies at the end."""
+    curve = held_out.try_spreads(SPREADS, "tune")
+    if _best(curve)[0] == SPREADS[0]:
+        return held_out.try_spreads(NARROWER, "tune, narrower") + curve
+    if _best(curve)[0] == SPREADS[-1]:
+        return curve + held_out.try_spreads(WIDER, "tune, wider")
+    return curve
+
+
+def _warn_of_ends(best: float) -> None:
+    if best == NARROWER[0]:
+        warnings.warn(
+            f"The NLL is lowest at {best:g}, the smallest spread tried: on these data draws do not improve it. The "
+            "fitted spread may still expose out-of-domain inputs; tuning.curve has the NLL that it costs.",
+            stacklevel=3,
+        )
+    elif best == WIDER[-1]:
+        warnings.warn(
+            f"The NLL is lowest at {best:g}, the largest spread tried: draws far wider than mini-batches ever were. "
+            "Check that the labels are those of the inputs.",
+            stacklevel=3,
+        )
+
+
 @dataclass(frozen=True)
 class _HeldOut:
     """The data to tune on, and how models are to be run on them."""
 
     models: list[nn.Module]
-    members: list[Fitted]
+    members: list[Distribution]
     loader: Iterable[Any]
     call: Call
     target: Callable[[Any], Tensor]
@@ -282,7 +297,7 @@ def _best(points: Sequence[tuple[float, float, float]]) -> tuple[float, float]:
 def find_minimum(points: Sequence[tuple[float, float]]) -> tuple[float, float]:
     """Finds where a curve through points (x, y) is lowest: a parabola over log x through the lowest and its neighbours.
 
-    Example:
+    Examples:
         >>> x, y = find_minimum([(2**k, (k - 0.8) ** 2) for k in range(-2, 4)])
         >>> round(math.log2(x), 6), round(y, 6)
         (0.8, 0.0)

@@ -48,7 +48,7 @@ CORRUPTIONS: dict[str, Callable[[Pixels, int], Pixels]] = {
 def corrupt(images: Tensor, kind: str, strength: int) -> Tensor:
     """Makes images (N, C, H, W) of uint8 pixels harder; the same ones come out every time.
 
-    Example:
+    Examples:
         >>> images = torch.zeros(2, 1, 9, 9, dtype=torch.uint8)
         >>> images[:, :, 4, 4] = 255
         >>> [corrupt(images, "blur", strength).max().item() for strength in (1, 3, 5)]

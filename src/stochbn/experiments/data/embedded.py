@@ -3,6 +3,7 @@
 The letters ("glyphs") stand to the digits as notMNIST stands to MNIST: 28 × 28, bright on dark, filling the frame.
 """
 
+from functools import lru_cache
 from pathlib import Path
 
 import matplotlib
@@ -30,7 +31,7 @@ def load_digits() -> tuple[Tensor, Tensor]:
 
     They are 8 × 8 with 17 levels of grey; enlarged by bicubic interpolation.
 
-    Example:
+    Examples:
         >>> images, labels = load_digits()
         >>> images.shape, labels[:3].tolist()
         (torch.Size([1797, 1, 28, 28]), [0, 1, 2])
@@ -44,23 +45,28 @@ def load_digits() -> tuple[Tensor, Tensor]:
 def render_glyphs(num_images: int = 1000, seed: int = 0) -> tuple[Tensor, Tensor]:
     """Draws letters A to J in turn, in a random font, size, place and rotation.
 
-    The same seed gives the same letters, and more of them begin with the fewer.
+    The same seed gives the same letters; a larger number begins with those of a smaller one.
 
     Returns:
         Images `(N, 1, 28, 28)`, uint8, and labels `(N,)`, 0 for A.
 
-    Example:
+    Examples:
         >>> images, labels = render_glyphs(20)
         >>> images.shape, labels[:3].tolist()
         (torch.Size([20, 1, 28, 28]), [0, 1, 2])
     """
+    return torch.from_numpy(_render(num_images, seed).copy()), torch.arange(num_images) % len(LETTERS)
+
+
+@lru_cache(maxsize=1)  # 1,000 letters take a second and a half, and every evaluation asks for the same ones
+def _render(num_images: int, seed: int) -> np.ndarray:
     random = np.random.default_rng(seed)
     folder = Path(matplotlib.get_data_path(), "fonts", "ttf")
-    labels = np.arange(num_images) % len(LETTERS)
     fonts = {name: ImageFont.truetype(folder / f"{name}.ttf", 160) for name in _FONTS}
-    images = [_draw(LETTERS[label], fonts[random.choice(_FONTS)], random) for label in labels]
-    stacked = np.stack(images)[:, None] if images else np.zeros((0, 1, _SIZE, _SIZE), np.uint8)
-    return torch.from_numpy(stacked), torch.from_numpy(labels)
+    images = np.zeros((num_images, 1, _SIZE, _SIZE), np.uint8)
+    for index in range(num_images):
+        images[index, 0] = _draw(LETTERS[index % len(LETTERS)], fonts[random.choice(_FONTS)], random)
+    return images
 
 
 def _draw(letter: str, font: ImageFont.FreeTypeFont, random: np.random.Generator) -> np.ndarray:

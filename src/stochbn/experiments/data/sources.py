@@ -2,7 +2,7 @@
 
 A data set is a few files of known length and SHA-256 (`Blob`). Whatever source the bytes came from, they
 reach the cache only after that check, and the check is repeated whenever they are read. So a corrupted,
-truncated or swapped file is never used; the next source is asked instead.
+truncated or swapped file is never used; the next source is tried instead.
 """
 
 import glob
@@ -45,7 +45,7 @@ class Blob:
     sha256: str
 
     def matches(self, content: bytes) -> bool:
-        """Tells whether these are the bytes of this file."""
+        """Returns whether these are the bytes of this file."""
         return len(content) == self.num_bytes and hashlib.sha256(content).hexdigest() == self.sha256
 
 
@@ -85,7 +85,7 @@ def cache_dir() -> Path:
 
 
 def is_cached(publication: Publication) -> bool:
-    """Tells whether all files of a data set are in the cache and intact. Changes nothing."""
+    """Returns whether all files of a data set are in the cache and intact. Changes nothing."""
     try:
         _check(publication, _read_cache(publication))
     except (DataError, OSError):
@@ -98,7 +98,7 @@ def fetch(publication: Publication, *, folder: Path | None = None) -> dict[str, 
 
     Args:
         publication: The data set.
-        folder: Where you keep the files, under their publishers' names; asked after the cache.
+        folder: Where you keep the files, under their publishers' names; tried after the cache.
 
     Raises:
         DataError: No source answered. The message says why for each, and how to supply the files.
@@ -124,8 +124,8 @@ def fetch(publication: Publication, *, folder: Path | None = None) -> dict[str, 
         return contents
     raise DataError(
         f"No source supplied the {publication.name} data. Tried\n" + "\n".join(failures) + "\n"
-        f"Remedy: put the published files into a folder and name that folder. It may hold any of "
-        f"{', '.join(publication.file_names)}."
+        "Remedy: put the published files into a folder and name it, on the command line with --folder. It may hold any "
+        f"of {', '.join(publication.file_names)}."
     )
 
 
@@ -178,7 +178,7 @@ def read_members(path: Path, limits: dict[str, int]) -> dict[str, bytes]:
 
 @contextmanager
 def _explaining_cache(folder: Path) -> Iterator[None]:
-    """Says, where a folder of the cache cannot be written, which place the cache is and how to choose another."""
+    """Explains, when a folder of the cache cannot be written to, where the cache is and how to choose another."""
     try:
         yield
     except OSError as error:
@@ -244,7 +244,7 @@ def _quiet(logger: logging.Logger) -> Iterator[None]:
 
 @contextmanager
 def _waiting(message: str) -> Iterator[None]:
-    """Shows on stderr what goes on: beside a spinner on a terminal, else in a line."""
+    """Says on stderr what is happening: beside a spinner on a terminal, else in a line."""
     console = Console(stderr=True)
     if console.is_terminal:
         with console.status(message):

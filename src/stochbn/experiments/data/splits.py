@@ -39,7 +39,7 @@ class Split:
 
     A slice or a tensor of indices takes some of the images with their labels.
 
-    Example:
+    Examples:
         >>> split = load_split("digits", "test")
         >>> len(split), split.images.shape, split.classes[:3]
         (397, torch.Size([397, 1, 28, 28]), ('0', '1', '2'))
@@ -74,7 +74,7 @@ def load_split(data: str, part: Part, *, folder: Path | None = None, class_seed:
     Args:
         data: Name of the data set.
         part: Which part of it.
-        folder: Where you keep the published files, asked before any download.
+        folder: Where you keep the published files, tried before any download.
         class_seed: Draws the five known classes of `cifar5`; None takes the first five, as the authors' code does.
 
     Raises:
@@ -100,7 +100,7 @@ def load_split(data: str, part: Part, *, folder: Path | None = None, class_seed:
 def draw_known_classes(seed: int | None = None) -> tuple[int, ...]:
     """Returns which five of CIFAR-10's classes are known: the first five, or five drawn by a seed.
 
-    Example:
+    Examples:
         >>> draw_known_classes()
         (0, 1, 2, 3, 4)
     """
@@ -118,7 +118,7 @@ def list_data() -> dict[str, bool]:
 def to_inputs(images: Tensor) -> Tensor:
     """Turns uint8 pixels into what a network takes: float32 in [0, 1]. Changes nothing.
 
-    Example:
+    Examples:
         >>> to_inputs(torch.tensor([0, 51, 255], dtype=torch.uint8))
         tensor([0.0000, 0.2000, 1.0000])
     """
@@ -128,7 +128,7 @@ def to_inputs(images: Tensor) -> Tensor:
 def decode_idx(content: bytes) -> Tensor:
     """Decodes an idx file of unsigned bytes: two zeros, type 8, the number of dimensions, each size, the values.
 
-    Example:
+    Examples:
         >>> decode_idx(bytes([0, 0, 8, 1, 0, 0, 0, 3, 7, 8, 9]))
         tensor([7, 8, 9], dtype=torch.uint8)
     """
@@ -186,7 +186,7 @@ _LOADERS = {
 
 
 def _keep_classes(split: Split, kept: Sequence[int]) -> Split:
-    """Keeps the images of some classes and numbers these classes anew."""
+    """Keeps the images of some classes, and numbers these classes from 0."""
     part = split[torch.isin(split.labels, torch.tensor(kept)).nonzero()[:, 0]]
     labels = torch.searchsorted(torch.tensor(kept), part.labels)
     return Split("cifar5", part.images, labels, tuple(split.classes[index] for index in kept))

@@ -1,6 +1,6 @@
 """Measurements on one network: exact inference, Appendices A and B, the effect of S and of M; and the gallery."""
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -16,8 +16,10 @@ from stochbn.experiments.evaluation.inference import fit, input_batches, predict
 from stochbn.experiments.evaluation.protocols import Curve, Protocol
 from stochbn.experiments.files import DRAW_SEED, PARTS, File, average, pack, unpack
 from stochbn.experiments.training.recipes import Recipe
-from stochbn.statistics.batches import mini_batches
-from stochbn.statistics.normalization import BatchNormalization, evaluating, find_layers
+from stochbn.statistics.layers import find_layers
+from stochbn.statistics.mini_batches import mini_batches
+from stochbn.statistics.normalization import Answering, BatchNormalization
+from stochbn.statistics.restoring import evaluating
 
 # How many inputs, drawn at random: of each part for exact inference (at most a quarter), and of the training data for
 # the bound (at most a tenth).
@@ -32,44 +34,33 @@ def measure(
     network: nn.Module, recipe: Recipe, splits: Mapping[str, Split], protocol: Protocol, *, console: Console
 ) -> File:
     """Measures everything but the gallery, as far as the protocol has it."""
-    progress, curve = console.is_terminal, protocol.curve
-    file = File({"network": f"{recipe.name} seed 0"}, {"labels": splits["test"].labels.to(torch.uint8)})
+    progress, curve, training = console.is_terminal, protocol.curve, splits["train"]
     parts = {part: splits[part][choose_rows(splits[part], curve.num_inputs)] for part in PARTS}
-    file.header["num_curve"] = {part: len(split) for part, split in parts.items()}
+    header: dict[str, Any] = {
+        "network": f"{recipe.name} seed 0",
+        "num_curve": {part: len(split) for part, split in parts.items()},
+    }
+    tensors: dict[str, Tensor] = {"labels": splits["test"].labels.to(torch.uint8)}
 
     def say(what: str) -> None:
         console.print(f"{recipe.name} seed 0: {what}", highlight=False)
 
     if protocol.has_appendices:
-        _measure_appendices(file, network, recipe, splits, num_samples=protocol.num_samples, say=say, progress=progress)
+        options: dict[str, Any] = {"num_samples": protocol.num_samples, "progress": progress}
+        say("batch statistics against r(μ) and r(σ), Appendix B")
+        statistics, header["statistics"] = _compare_statistics(network, training, recipe)
+        num_exact = min(NUM_EXACT, len(splits["test"]) // 4)
+        say(f"exact inference on {num_exact} inputs of each part, eq. 3")
+        tensors |= statistics | _infer_exactly(network, recipe, splits, num_exact, **options)
+        say("the lower bound and its gap, Appendix A")
+        header["bound"] = _bound(network, recipe, training, **options)
         say("the number of samples S")
-        stats = fit(network, splits["train"], recipe, progress=progress)
-        file.header["by_samples"] = _by_samples(network, stats, parts, progress=progress)
+        stats = fit(network, training, recipe, progress=progress)
+        header["by_samples"] = _by_samples(network, stats, parts, progress=progress)
     say("the mini-batch size M")
-    training = splits["train"][choose_rows(splits["train"], curve.num_fit_inputs or len(splits["train"]))]
-    file.header["by_batch_size"] = _by_batch_size(network, recipe, training, parts, curve, progress=progress)
-    return file
-
-
-def _measure_appendices(
-    file: File,
-    network: nn.Module,
-    recipe: Recipe,
-    splits: Mapping[str, Split],
-    *,
-    num_samples: int,
-    say: Callable[[str], None],
-    progress: bool,
-) -> None:
-    """Adds batch statistics, exact inference and the bound to a file."""
-    say("batch statistics against r(μ) and r(σ), Appendix B")
-    tensors, file.header["statistics"] = _compare_statistics(network, splits["train"], recipe)
-    num_exact = min(NUM_EXACT, len(splits["test"]) // 4)
-    say(f"exact inference on {num_exact} inputs of each part, eq. 3")
-    tensors |= _infer_exactly(network, recipe, splits, num_exact, num_samples=num_samples, progress=progress)
-    file.tensors.update(tensors)
-    say("the lower bound and its gap, Appendix A")
-    file.header["bound"] = _bound(network, recipe, splits["train"], num_samples=num_samples, progress=progress)
+    training = training[choose_rows(training, curve.num_fit_inputs or len(training))]
+    header["by_batch_size"] = _by_batch_size(network, recipe, training, parts, curve, progress=progress)
+    return File(header, tensors)
 
 
 def _compare_statistics(
@@ -83,19 +74,20 @@ def _compare_statistics(
     """
     layers = find_layers(network)
     num_batches = 0
+    normalization = BatchNormalization(layers)
     with (
         torch.random.fork_rng(devices=[]),
         torch.no_grad(),
         evaluating(network),
-        BatchNormalization(layers) as normalization,
+        Answering(normalization.answer),
     ):
         torch.manual_seed(DRAW_SEED)  # of augmentation, as in the fit
         batches = training_batches(training, recipe)
-        for inputs, groups, _ in mini_batches(batches, batch_size=recipe.mini_batch_size):
-            normalization.groups = groups
+        for inputs, count, _ in mini_batches(batches, batch_size=recipe.mini_batch_size):
+            normalization.num_batches = count
             network(inputs)
-            num_batches += groups
-        observed = normalization.take()
+            num_batches += count
+        observed = normalization.observed.take()
     tensors = {}
     for name in layers:
         values = observed[name].double()  # (B, 2, C)
@@ -165,7 +157,7 @@ def _bound(network: nn.Module, recipe: Recipe, training: Split, *, num_samples: 
 
 
 def _by_samples(
-    network: nn.Module, stats: stochbn.Fitted, parts: dict[Any, Split], *, progress: bool
+    network: nn.Module, stats: stochbn.Distribution, parts: dict[Any, Split], *, progress: bool
 ) -> list[dict[str, float]]:
     """Scores averages over S of the same 100 draws: the mean score of up to 10 such averages that share no draw."""
     count = max(SAMPLE_COUNTS)

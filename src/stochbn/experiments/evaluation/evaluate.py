@@ -33,8 +33,9 @@ from stochbn.experiments.training.checkpoints import (
     CheckpointError,
     checkpoint_path,
     digest,
+    find_checkpoint,
+    is_trained,
     load_network,
-    read_checkpoint,
 )
 from stochbn.experiments.training.recipes import Experiment, Recipe
 
@@ -66,12 +67,7 @@ def evaluate(
     splits = load_splits(experiment.recipe, data)
     for recipe, seed in runs:
         evaluate_network(experiment, recipe, seed, folder, num_samples=num_samples, splits=splits, console=console)
-    if runs[0] != (experiment.recipe, 0):
-        console.print(f"{experiment.recipe.name} seed 0 is not trained: no diagnostics", highlight=False)
-        return
-    protocol = choose_protocol(experiment.recipe).vary(num_samples)
-    members = [prediction_path(folder, recipe.name, seed) for recipe, seed in runs if not recipe.dropout]
-    _diagnose(experiment, protocol, folder, members, splits, console)
+    diagnose(experiment, folder, num_samples=num_samples, splits=splits, console=console)
 
 
 def evaluate_network(
@@ -103,26 +99,58 @@ def evaluate_network(
         CheckpointError: The network is not trained to the end, or by another recipe.
     """
     console = console or Console()
-    if not is_finished(recipe, seed):
-        load_network(checkpoint_path(recipe, seed))  # says what is missing
-    checkpoint = read_checkpoint(checkpoint_path(recipe, seed))
+    checkpoint = find_checkpoint(recipe, seed)
+    network = load_network(checkpoint_path(recipe, seed))
+    assert checkpoint is not None  # or there would be no network
     protocol, path = choose_protocol(recipe).vary(num_samples), prediction_path(folder, recipe.name, seed)
-    identity = {
-        "format": FORMAT,
-        "weights_sha256": digest(checkpoint.weights),
-        "num_samples": protocol.num_samples,
-        "draws": protocol.draws(recipe),
-    }
-    command = _command(experiment, num_samples)
+    identity, command = _identify(checkpoint, recipe, seed, protocol), _command(experiment, num_samples)
 
     def make() -> File:
-        loaded = splits or load_splits(recipe, data)
-        common = _describe(experiment, checkpoint, loaded) | identity | provenance(command)
-        return _predict(checkpoint, protocol, path, common, loaded, console)
+        parts = splits or load_splits(recipe, data)
+        common = _describe(experiment, checkpoint, parts) | identity | provenance(command)
+        trained = TrainedNetwork(
+            network, recipe, seed, parts, num_fit_batches=protocol.num_fit_batches, progress=console.is_terminal
+        )
+        return _predict(trained, protocol, path, common, console)
 
     title = f"{recipe.name} seed {seed}: predicted test, out-of-domain and validation data"
     complete([Job(title, path, identity, make)], command=command, console=console)
     return path
+
+
+def diagnose(
+    experiment: Experiment,
+    folder: Path,
+    *,
+    num_samples: int | None = None,
+    splits: Mapping[str, Split],
+    console: Console,
+) -> None:
+    """Measures the first plain network, if it is trained, and picks the gallery from the predictions of all."""
+    recipe, path = experiment.recipe, diagnostics_path(folder)
+    if is_trained(recipe, 0):
+        protocol, network = choose_protocol(recipe).vary(num_samples), load_network(checkpoint_path(recipe, 0))
+        identity = {
+            "kind": "diagnostics",
+            "format": FORMAT,
+            "weights_sha256": digest(network.state_dict()),
+            "num_samples": protocol.num_samples,
+            "curve": asdict(protocol.curve),
+        }
+        job = Job(
+            f"{recipe.name} seed 0: diagnostics",
+            path,
+            identity,
+            lambda: measure(network, recipe, splits, protocol, console=console),
+        )
+        complete([job], command=_command(experiment, num_samples), console=console)
+    elif not path.exists():
+        console.print(f"{recipe.name} seed 0 is not trained: no diagnostics", highlight=False)
+        return
+    paths = [prediction_path(folder, recipe.name, seed) for seed in range(experiment.num_seeds)]
+    gallery = pick_gallery([File.read(member) for member in paths if member.exists()], splits)
+    file = File.read(path)
+    File(file.header | gallery.header, file.tensors | gallery.tensors).write(path)
 
 
 def load_splits(recipe: Recipe, data: Path | None = None) -> dict[str, Split]:
@@ -139,7 +167,7 @@ def finished_runs(experiment: Experiment, console: Console) -> list[tuple[Recipe
     """
     runs = []
     for recipe, seed in experiment.runs():
-        if is_finished(recipe, seed):
+        if is_trained(recipe, seed):
             runs.append((recipe, seed))
         else:
             console.print(f"{recipe.name} seed {seed}: not trained to the end, left out", highlight=False)
@@ -152,45 +180,33 @@ def finished_runs(experiment: Experiment, console: Console) -> list[tuple[Recipe
     return runs
 
 
-def is_finished(recipe: Recipe, seed: int) -> bool:
-    """Returns whether a network is trained to the end.
+def is_evaluated(recipe: Recipe, seed: int, folder: Path, *, num_samples: int | None = None) -> bool:
+    """Returns whether a folder has the predictions of a network, by all its methods.
 
-    Raises:
-        CheckpointError: Its checkpoint is damaged or of another recipe.
+    A checkpoint may have been lost since, or never have been on this machine: predictions by the same recipe will do.
     """
-    path = checkpoint_path(recipe, seed)
-    if not path.exists():
-        return False
-    checkpoint = read_checkpoint(path)
-    if (checkpoint.recipe, checkpoint.seed) != (recipe, seed):
-        raise CheckpointError(
-            f"Expected a checkpoint of {recipe.name} as it is now, got one of another recipe or seed: {path}. "
-            "Delete it and train again."
-        )
-    return checkpoint.finished
+    checkpoint = find_checkpoint(recipe, seed)
+    identity = _identify(checkpoint, recipe, seed, choose_protocol(recipe).vary(num_samples))
+    return is_current(prediction_path(folder, recipe.name, seed), identity)
 
 
-def _predict(
-    checkpoint: Checkpoint,
-    protocol: Protocol,
-    path: Path,
-    common: dict[str, Any],
-    splits: Mapping[str, Split],
-    console: Console,
-) -> File:
+def _identify(checkpoint: Checkpoint | None, recipe: Recipe, seed: int, protocol: Protocol) -> dict[str, Any]:
+    weights = {"weights_sha256": digest(checkpoint.weights)} if checkpoint else {}
+    return weights | {
+        "format": FORMAT,
+        "settings": asdict(recipe),
+        "seed": seed,
+        "num_samples": protocol.num_samples,
+        "draws": protocol.draws(recipe),
+    }
+
+
+def _predict(trained: TrainedNetwork, protocol: Protocol, path: Path, common: dict[str, Any], console: Console) -> File:
     """Predicts by every method, on top of what the file already holds of the same network."""
-    recipe, seed = checkpoint.recipe, checkpoint.seed
+    recipe, splits = trained.recipe, trained.splits
     tensors, records = _resume(path, common)
     tensors |= {"labels": splits["test"].labels.to(torch.uint8)}
     tensors |= {"labels/validation": splits["validation"].labels.to(torch.uint8)}
-    trained = TrainedNetwork(
-        load_network(checkpoint_path(recipe, seed)),
-        recipe,
-        seed,
-        splits,
-        num_fit_batches=protocol.num_fit_batches,
-        progress=console.is_terminal,
-    )
     left = [method for method in protocol.methods(recipe) if method.key not in records]
     for alike, group in itertools.groupby(left, lambda method: replace(method.drawing, spread=None)):
         methods, start = list(group), time.perf_counter()
@@ -212,7 +228,8 @@ def _predict(
         done = {key: common["draws"][key] for key in records}
         File(common | {"draws": done, "methods": records}, tensors).write(path)
         names = ", ".join(method.key for method in methods)
-        console.print(f"{recipe.name} seed {seed}: {names}, {seconds:.0f} s", highlight=False, soft_wrap=True)
+        line = f"{recipe.name} seed {trained.seed}: {names}, {seconds:.0f} s"
+        console.print(line, highlight=False, soft_wrap=True)
     return File(common | {"methods": records}, tensors)
 
 
@@ -235,8 +252,6 @@ def _describe(experiment: Experiment, checkpoint: Checkpoint, splits: Mapping[st
         "out_of_domain": splits["out-of-domain"].name,
         "classes": splits["test"].classes,
         "recipe": recipe.name,
-        "settings": asdict(recipe),
-        "seed": checkpoint.seed,
         "data": recipe.data,
         "batch_size": recipe.mini_batch_size,
         "epochs": recipe.epochs,
@@ -247,36 +262,6 @@ def _describe(experiment: Experiment, checkpoint: Checkpoint, splits: Mapping[st
     if experiment.options:
         header["options"] = experiment.options.strip()
     return header
-
-
-def _diagnose(
-    experiment: Experiment,
-    protocol: Protocol,
-    folder: Path,
-    members: list[Path],
-    splits: Mapping[str, Split],
-    console: Console,
-) -> None:
-    """Measures the first plain network and picks the gallery, which changes with every network that is added."""
-    network = load_network(checkpoint_path(experiment.recipe, 0))
-    identity = {
-        "format": FORMAT,
-        "weights_sha256": digest(network.state_dict()),
-        "num_samples": protocol.num_samples,
-        "curve": asdict(protocol.curve),
-    }
-    path = diagnostics_path(folder)
-
-    def make() -> File:
-        file = measure(network, experiment.recipe, splits, protocol, console=console)
-        return File(file.header | {"kind": "diagnostics"}, file.tensors)
-
-    command = _command(experiment, protocol.num_samples)
-    complete(
-        [Job(f"{experiment.recipe.name} seed 0: diagnostics", path, identity, make)], command=command, console=console
-    )
-    file, gallery = File.read(path), pick_gallery([File.read(member) for member in members], splits)
-    File(file.header | gallery.header, file.tensors | gallery.tensors).write(path)
 
 
 def _command(experiment: Experiment, num_samples: int | None) -> str:

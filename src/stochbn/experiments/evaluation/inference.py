@@ -19,7 +19,7 @@ from stochbn.experiments.training.recipes import Recipe
 from stochbn.experiments.training.train import augment
 from stochbn.inference.engine import Source
 from stochbn.inference.prediction import Average, Link
-from stochbn.statistics.normalization import all_batch_norms
+from stochbn.statistics.layers import all_batch_norms
 
 _INFERENCE_BATCH = 250
 _FIT_BATCH = 512
@@ -58,7 +58,7 @@ class TrainedNetwork:
         self.distribution = cache(self._distribution)
         self._fit = cache(self._fit_once)
 
-    def _distribution(self, drawing: Drawing) -> stochbn.Fitted | None:
+    def _distribution(self, drawing: Drawing) -> stochbn.Distribution | None:
         """Returns what a method draws from, tuned on validation data where it is to be; None without SBN."""
         if drawing.family is None:
             return None
@@ -69,18 +69,18 @@ class TrainedNetwork:
             return replace(stats, tuning=stochbn.Tuning(drawing.spread))
         if drawing.tuned is None:
             return stats
-        tuned: stochbn.Fitted = tune(
+        tuned: stochbn.Distribution = tune(
             self.network,
             stats,
             self.splits["validation"],
             seed=self.seed,
-            groups=min(3, len(stats.layers)) if drawing.tuned == "layers" else 1,
+            num_groups=min(3, len(stats.layers)) if drawing.tuned == "layers" else 1,
             dropout=drawing.dropout,
             progress=self.progress,
         )
         return tuned
 
-    def _fit_once(self, family: str, layers: str, dropout: bool) -> stochbn.Fitted:
+    def _fit_once(self, family: str, layers: str, dropout: bool) -> stochbn.Distribution:
         chosen = {
             "all": None,
             "stage": LAST_STAGES[self.recipe.network],
@@ -164,7 +164,7 @@ def fit(
     family: Any = "factorized",
     dropout: bool = False,
     progress: bool = False,
-) -> stochbn.Fitted:
+) -> stochbn.Distribution:
     """Fits on all training data, augmented as in training, with the recipe's mini-batch size or another."""
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(DRAW_SEED)  # of dropout and augmentation
@@ -186,7 +186,7 @@ def tune(
     validation: Split,
     *,
     seed: int = 0,
-    groups: int = 1,
+    num_groups: int = 1,
     dropout: bool = False,
     progress: bool = False,
 ) -> Any:
@@ -198,7 +198,7 @@ def tune(
             network,
             stats,
             list(zip(inputs, validation.labels.split(_INFERENCE_BATCH), strict=True)),
-            groups=groups,
+            num_groups=num_groups,
             seed=derive_seed(member_seed(DRAW_SEED, seed), "tune"),
             dropout=dropout,
             progress=progress,

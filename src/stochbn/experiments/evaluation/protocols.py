@@ -69,9 +69,12 @@ class Protocol:
         return replace(self, num_samples=num_samples, curve=replace(self.curve, num_samples=num_samples))
 
     def _num_draws(self, method: Method) -> int:
-        if not method.drawing.exhaustive:
+        drawing = method.drawing
+        if drawing.family is None and not drawing.dropout:
+            return 1
+        if not drawing.exhaustive:
             return self.num_samples
-        return self.num_kept_by_stage if method.drawing.layers == "stage" else self.num_kept
+        return self.num_kept_by_stage if drawing.layers == "stage" else self.num_kept
 
 
 def _methods(*keys: str) -> tuple[Method, ...]:
@@ -92,8 +95,8 @@ LARGE = Protocol(
     curve=Curve(batch_sizes=(8, 16, 32, 64, 128), num_samples=8, num_inputs=1000, num_fit_inputs=8192),
     num_kept_by_stage=32,  # at three spreads 7 minutes for VGG-11; 256 at six would take two hours
     num_fit_batches=256,
-    # 256 draws in VGG-11's last layer take 6 ms an image then, and 52 ms without, where a plain pass takes 8 ms; all six
-    # spreads together take 21 ms. Draws in all layers gain nothing: convolutions are most of them.
+    # 256 draws in VGG-11's last layer take 6 ms an image then, and 52 ms without, where a plain pass takes 8 ms; at all
+    # six spreads together they take 21 ms. Draws in all layers gain nothing: convolutions are most of their work.
     compiles_ends=True,
     has_appendices=False,  # the paper shows them for LeNet-5
 )
@@ -106,7 +109,7 @@ LARGEST = replace(LARGE, plain=(*_PLAIN, METHODS["stage"].at(1.0)), num_kept_by_
 def choose_protocol(recipe: Recipe) -> Protocol:
     """Returns the protocol of a recipe's data set and network.
 
-    Example:
+    Examples:
         >>> from stochbn.experiments.training.recipes import RECIPES
         >>> list(choose_protocol(RECIPES["vgg11-dropout"]).draws(RECIPES["vgg11-dropout"]).items())
         [('dropout', 20), ('dropout+sbn', 20)]

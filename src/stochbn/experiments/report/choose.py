@@ -23,7 +23,7 @@ def choose_temperature(probs: Tensor, labels: Tensor) -> float:
         probs: Of the validation data, (N, K), none of them 0.
         labels: Theirs, (N,).
 
-    Example:
+    Examples:
         >>> import torch
         >>> sure = torch.tensor([[0.99, 0.01]] * 4, dtype=torch.float64)
         >>> T = choose_temperature(sure, torch.tensor([0, 0, 0, 1]))  # right three times in four
@@ -66,7 +66,7 @@ def choose_spread(losses: Mapping[float, Tensor]) -> float:
     Args:
         losses: By spread, the loss of each validation input, (N,).
 
-    Example:
+    Examples:
         >>> import torch
         >>> noise = torch.tensor([0.1, -0.1, 0.1, -0.1])
         >>> choose_spread({1.0: 0.5 + noise, 2.0: 0.49 - noise}), choose_spread({1.0: 0.5 + noise, 2.0: 0.3 - noise})

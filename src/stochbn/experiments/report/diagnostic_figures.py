@@ -186,7 +186,7 @@ def _entropy_text(value: float) -> str:
 def short_name(layer: str) -> str:
     """Returns a layer's name without the part that all share.
 
-    Example:
+    Examples:
         >>> short_name("conv1.norm")
         'conv1'
     """

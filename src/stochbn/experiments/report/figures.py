@@ -57,7 +57,7 @@ _TUNED = {
 def render(figure: Figure) -> dict[str, bytes]:
     """Returns the figure as PNG and SVG, by file ending; the same bytes every time.
 
-    Example:
+    Examples:
         >>> render(Figure(figsize=(1, 1)))["png"][1:4]
         b'PNG'
     """
@@ -129,7 +129,7 @@ def draw_reliability(results: Results) -> Figure:
 def bin_confidence(scored: Scored, results: Results) -> tuple[Values, Values, Values, Values]:
     """Returns each bin's mean confidence, accuracy, share and number of inputs, over all networks of a method.
 
-    Example:
+    Examples:
         >>> import torch
         >>> output = {"test": Output(torch.tensor([[0.75, 0.25], [0.75, 0.25]]))}
         >>> scored = Scored(METHODS["sbn"], (0,), (output,), (output,))
@@ -209,7 +209,7 @@ def select_curves(results: Results) -> list[Scored]:
 def line(method: Method, label: str | None = None) -> dict[str, Any]:
     """Returns how to draw a method's line.
 
-    Example:
+    Examples:
         >>> line(METHODS["dropout+sbn"])["linestyle"], line(METHODS["dropout+tuned"])["linestyle"]
         ('--', ':')
     """

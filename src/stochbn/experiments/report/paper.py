@@ -66,7 +66,7 @@ def set_beside(experiment: str, scores: Scores) -> Papers:
 
     Ours is within the paper's ± if it is so after rounding as the paper does.
 
-    Example:
+    Examples:
         >>> from stochbn.experiments.report.scores import Score
         >>> set_beside("lenet5", {"sbn": {"nll": Score(0.0213, None, 10_000)}})["sbn"]["nll"].verdict
         '0.004 lower'
@@ -107,7 +107,7 @@ def check_claims(results: Results, scores: Scores) -> list[Claim]:
 def check_reproduction(experiment: str, scores: Scores, papers: Papers) -> list[Claim]:
     """Checks each of the paper's rows: the error near the paper's, the NLL no higher than the paper's plus its ±.
 
-    Example:
+    Examples:
         >>> from stochbn.experiments.report.scores import Score
         >>> ours = {"sbn": {"nll": Score(0.0213, None, 9)}}
         >>> check_reproduction("lenet5", ours, set_beside("lenet5", ours))[0].holds
@@ -133,7 +133,7 @@ def check_reproduction(experiment: str, scores: Scores, papers: Papers) -> list[
 def dominance(left: Values, right: Values, highest: float, num_thresholds: int = 1000) -> float:
     """Returns at what share of evenly spaced thresholds in (0, highest) the ECDF of `right` is at or below `left`'s.
 
-    Example:
+    Examples:
         >>> dominance(np.array([0.1, 0.2]), np.array([0.3, 0.4]), highest=1.0)
         1.0
     """

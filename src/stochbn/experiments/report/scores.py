@@ -160,7 +160,7 @@ class Results:
 def measure(output: dict[str, Output], labels: Tensor) -> dict[str, float]:
     """Scores one set of predictions: every metric that its parts of the data allow.
 
-    Example:
+    Examples:
         >>> measure({"test": Output(torch.tensor([[0.8, 0.2], [0.8, 0.2]]))}, torch.tensor([0, 1]))["error_percent"]
         50.0
     """
@@ -223,7 +223,7 @@ class Ranking:
 def detect(known: Values, other: Values) -> dict[str, float]:
     """Scores how well an uncertainty distinguishes out-of-domain inputs, the positive class, from known ones.
 
-    Example:
+    Examples:
         >>> detect(np.array([0.1, 0.2, 0.5]), np.array([0.4, 0.9]))["fpr95"]
         0.3333333333333333
     """
@@ -233,7 +233,7 @@ def detect(known: Values, other: Values) -> dict[str, float]:
 def find_bins(confidence: Values) -> NDArray[np.int64]:
     """Returns which of 15 equal bins each confidence lies in, as `stochbn.ece` has them: 1 is in the last.
 
-    Example:
+    Examples:
         >>> find_bins(np.array([0.05, 0.1, 1.0]))
         array([ 0,  1, 14])
     """
@@ -267,7 +267,7 @@ def score(results: Results) -> Scores:
 def ecdf(values: Values, thresholds: Values) -> Values:
     """Returns the share of values at or below each threshold.
 
-    Example:
+    Examples:
         >>> ecdf(np.array([1.0, 2.0]), np.array([0.5, 1.0, 3.0]))
         array([0. , 0.5, 1. ])
     """

@@ -148,7 +148,7 @@ def appendix_tables(measured: dict[str, Any]) -> list[Grid]:
 def to_markdown(grid: Grid) -> str:
     """Returns a table in Markdown.
 
-    Example:
+    Examples:
         >>> print(to_markdown(Grid(["", "SBN"], [["NLL", "0.02"]], frozenset({(0, 1)}))))
         |  | SBN |
         | --- | --- |

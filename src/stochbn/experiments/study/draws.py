@@ -136,7 +136,7 @@ class Study:
         """Reads what has been drawn."""
         return {task: File.read(task.path) for task in self.tasks}
 
-    def source(self, task: Task) -> stochbn.Fitted | None:
+    def source(self, task: Task) -> stochbn.Distribution | None:
         """Returns the distribution that a task draws from, tuned where it is to be; None without SBN."""
         drawing = task.method.drawing
         if drawing.tuned == "ensemble":
@@ -147,7 +147,7 @@ class Study:
             return take_apart(stats, drawing.apart)
         return stats
 
-    def sample(self, task: Task, stats: stochbn.Fitted | None, split: Split) -> Tensor:
+    def sample(self, task: Task, stats: stochbn.Distribution | None, split: Split) -> Tensor:
         """Returns the log-probabilities of each draw, (S, N, K) in float16."""
         drawing, num_samples = task.method.drawing, self.sizes.num_samples
         if drawing.exhaustive:
@@ -211,7 +211,7 @@ class Study:
             tensors |= {part: _to_log_probs(found), f"{part}/index": index}
         return File({}, tensors)
 
-    def _tune_ensemble(self, drawing: Drawing) -> list[stochbn.Fitted]:
+    def _tune_ensemble(self, drawing: Drawing) -> list[stochbn.Distribution]:
         networks = [self.trained(*task.network) for task in self._members(drawing)]
         stats = [trained.distribution(replace(drawing, tuned=None)) for trained in networks]
         modules = [trained.network for trained in networks]
@@ -270,7 +270,7 @@ def _to_log_probs(outputs: Tensor | None) -> Tensor:
     return outputs.log_softmax(2).half()
 
 
-def _num_bytes(stats: stochbn.Fitted) -> int:
+def _num_bytes(stats: stochbn.Distribution) -> int:
     with tempfile.TemporaryDirectory() as folder:
         path = Path(folder, "stats")
         stats.save(path)

@@ -7,6 +7,10 @@ replaced atomically and carries a SHA-256 of its tensors; nothing in it is pickl
 
 import hashlib
 import json
+import os
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
@@ -19,6 +23,7 @@ from stochbn.experiments.data.sources import cache_dir, write_atomically
 from stochbn.experiments.training.recipes import Recipe
 
 FORMAT = "stochbn-checkpoint-1"
+_PATIENCE = 1.0  # seconds to try for a lock: somebody may only be looking whether it is held
 
 
 class CheckpointError(Exception):
@@ -72,13 +77,40 @@ def read_checkpoint(path: Path) -> Checkpoint:
     except (safetensors.SafetensorError, OSError, LookupError, TypeError, ValueError) as error:
         raise CheckpointError(
             f"Expected a checkpoint of format {FORMAT}, got a damaged or foreign file: {path} ({error}). "
-            "Delete it to train anew."
+            "Delete it to train again."
         ) from error
     groups: dict[str, dict[str, Tensor]] = {"weights": {}, "resume": {}}
     for name, tensor in tensors.items():
         group, _, key = name.partition("/")
         groups[group][key] = tensor
     return Checkpoint(recipe, header["seed"], header["history"], **groups)
+
+
+def find_checkpoint(recipe: Recipe, seed: int) -> Checkpoint | None:
+    """Reads the checkpoint of a run, finished or not; None if there is none.
+
+    Raises:
+        CheckpointError: It is damaged, or of another recipe or seed.
+    """
+    path = checkpoint_path(recipe, seed)
+    if not path.exists():
+        return None
+    checkpoint = read_checkpoint(path)
+    found = {"seed": checkpoint.seed, **asdict(checkpoint.recipe)}
+    expected = {"seed": seed, **asdict(recipe)}
+    difference = [f"{key} {found[key]!r} instead of {expected[key]!r}" for key in found if found[key] != expected[key]]
+    if difference:
+        raise CheckpointError(
+            f"Expected a checkpoint of {recipe.name} as it is now, got {', '.join(difference)}: {path}. "
+            "Delete it to train again."
+        )
+    return checkpoint
+
+
+def is_trained(recipe: Recipe, seed: int) -> bool:
+    """Returns whether a run is finished; raises as `find_checkpoint` does."""
+    checkpoint = find_checkpoint(recipe, seed)
+    return checkpoint is not None and checkpoint.finished
 
 
 def write_checkpoint(path: Path, checkpoint: Checkpoint) -> None:
@@ -96,6 +128,65 @@ def write_checkpoint(path: Path, checkpoint: Checkpoint) -> None:
         "sha256": digest(tensors),
     }
     write_atomically(path, save(tensors, {"checkpoint": json.dumps(header)}))
+
+
+@contextmanager
+def locked(path: Path, what: str) -> Iterator[None]:
+    """Keeps other processes from a checkpoint, by a lock on `<checkpoint>.lock`; the folder must be there.
+
+    The operating system releases the lock of a process that dies, however it dies. Without such locks, as on Windows,
+    nothing is kept from anybody.
+
+    Args:
+        path: The checkpoint.
+        what: What an error calls it.
+
+    Raises:
+        CheckpointError: Another process has the lock.
+    """
+    lock = path.with_name(f"{path.name}.lock")
+    start = time.monotonic()
+    while (descriptor := _lock(lock)) is None:
+        if time.monotonic() - start > _PATIENCE:
+            raise CheckpointError(
+                f"Expected to be the only process at work on {what}, got another one that holds {lock}. "
+                "Wait until it is done, or end it."
+            )
+        time.sleep(_PATIENCE / 20)
+    try:
+        yield
+    finally:
+        lock.unlink(missing_ok=True)  # while it is held: whoever opens the old file meanwhile notices below
+        os.close(descriptor)
+
+
+def is_locked(path: Path) -> bool:
+    """Returns whether a process is at work on a checkpoint."""
+    lock = path.with_name(f"{path.name}.lock")
+    if not lock.exists():
+        return False
+    descriptor = _lock(lock)
+    if descriptor is not None:  # a killed process has left the file
+        lock.unlink(missing_ok=True)
+        os.close(descriptor)
+    return descriptor is None
+
+
+def _lock(path: Path) -> int | None:
+    """Returns a descriptor that holds the lock, or None if another one does."""
+    descriptor = os.open(path, os.O_RDWR | os.O_CREAT, 0o644)
+    try:
+        import fcntl
+    except ImportError:
+        return descriptor
+    try:
+        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        if os.path.samestat(os.fstat(descriptor), path.stat()):  # not a file that its last holder has removed
+            return descriptor
+    except (BlockingIOError, FileNotFoundError):
+        pass
+    os.close(descriptor)
+    return None
 
 
 def load_network(path: Path) -> nn.Module:

@@ -19,7 +19,7 @@ def lenet5(num_classes: int = 10, in_channels: int = 1, *, width: float = 1.0, d
     Batch norm and ReLU follow each of the three, 2 × 2 max pooling each convolution, dropout closes each block.
     The batch-norm layers are `conv1.norm`, `conv2.norm` and `fc.norm`.
 
-    Example:
+    Examples:
         >>> import torch
         >>> lenet5()(torch.zeros(2, 1, 28, 28)).shape
         torch.Size([2, 10])
@@ -41,7 +41,7 @@ def vgg11(num_classes: int = 10, in_channels: int = 3, *, width: float = 1.0, dr
 
     Dropout, if any, follows each pooling.
 
-    Example:
+    Examples:
         >>> import torch
         >>> vgg11(5, width=0.125)(torch.zeros(2, 3, 32, 32)).shape
         torch.Size([2, 5])
@@ -70,7 +70,7 @@ def vgg11(num_classes: int = 10, in_channels: int = 3, *, width: float = 1.0, dr
 def resnet18(num_classes: int = 10, in_channels: int = 3, *, width: float = 1.0) -> nn.Sequential:
     """Builds ResNet-18 for 32 × 32 images: a 3 × 3 stem without pooling, then four stages of two residual blocks.
 
-    Example:
+    Examples:
         >>> import torch
         >>> resnet18(5, width=0.125)(torch.zeros(2, 3, 32, 32)).shape
         torch.Size([2, 5])
@@ -94,7 +94,7 @@ def resnet18(num_classes: int = 10, in_channels: int = 3, *, width: float = 1.0)
 class ResidualBlock(nn.Module):
     """Two 3 × 3 convolutions with batch norm around a shortcut, which is a 1 × 1 convolution where shapes differ.
 
-    Example:
+    Examples:
         >>> import torch
         >>> ResidualBlock(4, 8, stride=2)(torch.zeros(1, 4, 6, 6)).shape
         torch.Size([1, 8, 3, 3])

@@ -17,7 +17,7 @@ from torch import nn
 from stochbn.experiments.training import networks
 
 SGD_LEARNING_RATE = 0.05  # with the lowest validation NLL of 0.01, 0.02, 0.05 and 0.1 on digits, over three seeds
-# How a name tells what was changed.
+# How a name says what was changed.
 _WORDS = {
     "batch_size": "batch{}",
     "class_seed": "classes{}",
@@ -52,7 +52,7 @@ class Recipe:
         image_sizes: Sides in pixels that training images are shrunk to, each for an equal share of the epochs; the
             last is their own. Empty for no shrinking.
 
-    Example:
+    Examples:
         >>> RECIPES["lenet5"].mini_batch_size
         16
     """
@@ -90,7 +90,7 @@ class Recipe:
     def image_size(self, epoch: int) -> int | None:
         """Returns the side in pixels of the training images in this epoch; None for their own.
 
-        Example:
+        Examples:
             >>> recipe = RECIPES["resnet18"]
             >>> [recipe.image_size(epoch) for epoch in (0, recipe.epochs // 2, recipe.epochs - 1)]
             [16, 24, 32]
@@ -108,11 +108,11 @@ class Recipe:
         return build(self.num_classes, **size, dropout=self.dropout)
 
     def vary(self, **changes: Any) -> "Recipe":
-        """Returns the recipe with some fields changed, under a name that tells them apart; None changes nothing.
+        """Returns the recipe with some fields changed, under a name that says which; None changes nothing.
 
         SGD gets a learning rate of its own, as Adam's is too small for it.
 
-        Example:
+        Examples:
             >>> RECIPES["digits"].vary(optimizer="sgd", epochs=3).name
             'digits-3epochs-sgd'
         """
@@ -183,7 +183,7 @@ class Experiment:
     def runs(self) -> list[tuple[Recipe, int]]:
         """Lists recipe and seed of every network, the plain ones first.
 
-        Example:
+        Examples:
             >>> len(EXPERIMENTS["lenet5"].runs())
             9
         """
@@ -195,7 +195,7 @@ class Experiment:
     def vary(self, **changes: Any) -> "Experiment":
         """Returns the experiment with both recipes changed, as `Recipe.vary` does.
 
-        Example:
+        Examples:
             >>> EXPERIMENTS["vgg11"].vary(class_seed=1).dropout_recipe.name
             'vgg11-dropout-classes1'
         """
@@ -212,7 +212,7 @@ EXPERIMENTS: dict[str, Experiment] = {
     experiment.name: experiment
     for experiment in (
         Experiment("lenet5", RECIPES["lenet5"], 6, RECIPES["lenet5-dropout"], 3),
-        Experiment("vgg11", RECIPES["vgg11"], 6, RECIPES["vgg11-dropout"], 3),
+        Experiment("vgg11", RECIPES["vgg11"], 6, RECIPES["vgg11-dropout"], 2),
         Experiment("resnet18", RECIPES["resnet18"], 6),
         Experiment("digits", RECIPES["digits"], 4, RECIPES["digits-dropout"], 2),
     )

@@ -8,30 +8,26 @@ with the same number of threads.
 
 import math
 import time
-from collections.abc import Iterator
-from contextlib import contextmanager
-from dataclasses import asdict
 from pathlib import Path
-from typing import Any
 
 import torch
 from rich.console import Console
 from rich.progress import BarColumn, Progress, TaskProgressColumn, TextColumn, TimeRemainingColumn
 from torch import Tensor, nn
 from torch.nn import functional as F
-from torch.overrides import TorchFunctionMode
 
 from stochbn.experiments.data.sources import check_writable
 from stochbn.experiments.data.splits import Split, load_split, to_inputs
 from stochbn.experiments.training.checkpoints import (
     Checkpoint,
-    CheckpointError,
     checkpoint_path,
-    read_checkpoint,
+    find_checkpoint,
+    is_trained,
+    locked,
     write_checkpoint,
 )
 from stochbn.experiments.training.recipes import Recipe
-from stochbn.statistics.normalization import BatchNormCall
+from stochbn.statistics.normalization import Answering, BatchNormCall
 
 
 def train(recipe: Recipe, seed: int, *, folder: Path | None = None, console: Console | None = None) -> Path:
@@ -42,14 +38,22 @@ def train(recipe: Recipe, seed: int, *, folder: Path | None = None, console: Con
         seed: Determines initial weights, order of the data, augmentation and dropout.
         folder: Where you keep the published data files, asked before any download.
         console: Where progress goes: a live display on a terminal, else one line an epoch.
+
+    Raises:
+        CheckpointError: The checkpoint is damaged or of another recipe, or another process trains this network.
     """
     path = checkpoint_path(recipe, seed)
-    checkpoint = read_checkpoint(path) if path.exists() else None
-    if checkpoint and (checkpoint.recipe, checkpoint.seed) != (recipe, seed):
-        raise CheckpointError(_explain_difference(path, checkpoint, recipe, seed))
-    if checkpoint and checkpoint.finished:
-        return path
-    check_writable(path.parent)
+    if not is_trained(recipe, seed):
+        check_writable(path.parent)
+        with locked(path, f"{recipe.name} seed {seed}"):
+            _train(recipe, seed, path, folder, console or Console())
+    return path
+
+
+def _train(recipe: Recipe, seed: int, path: Path, folder: Path | None, console: Console) -> None:
+    checkpoint = find_checkpoint(recipe, seed)
+    if checkpoint and checkpoint.finished:  # by another process, before this one got the lock
+        return
     training = load_split(recipe.data, "train", folder=folder, class_seed=recipe.class_seed)
     validation = load_split(recipe.data, "validation", folder=folder, class_seed=recipe.class_seed)
     steps_per_epoch = len(training) // recipe.batch_size
@@ -57,7 +61,6 @@ def train(recipe: Recipe, seed: int, *, folder: Path | None = None, console: Con
     if num_steps < 1:
         raise ValueError(f"Expected at least one epoch of one batch, got {recipe.epochs} epochs of {steps_per_epoch}.")
 
-    console = console or Console()
     with torch.random.fork_rng(devices=[]), _build_progress(console) as progress:
         torch.manual_seed(seed)
         network = recipe.build_network().to(memory_format=torch.channels_last)  # type: ignore[call-overload]
@@ -100,7 +103,6 @@ def train(recipe: Recipe, seed: int, *, folder: Path | None = None, console: Con
                 line = f"epoch {epoch + 1}/{recipe.epochs}  train loss {train_loss:.4f}  "
                 line += f"validation NLL {nll:.4f}  error {error:.2%}  {seconds:.1f} s"
                 console.print(line, soft_wrap=True, highlight=False)
-    return path
 
 
 def learning_rate(recipe: Recipe, progress: float) -> float:
@@ -108,7 +110,7 @@ def learning_rate(recipe: Recipe, progress: float) -> float:
 
     Adam's falls linearly to 0. SGD's rises linearly from a 25th over the first 30 % and then falls to 0 along a cosine.
 
-    Example:
+    Examples:
         >>> from stochbn.experiments.training.recipes import RECIPES
         >>> learning_rate(RECIPES["lenet5"], 0.25)
         0.00075
@@ -120,14 +122,13 @@ def learning_rate(recipe: Recipe, progress: float) -> float:
     return recipe.learning_rate * (1 + math.cos(math.pi * (progress - 0.3) / 0.7)) / 2
 
 
-@contextmanager
-def ghost_batches(size: int) -> Iterator[None]:
-    """Lets BatchNorm layers in train mode normalise each `size` successive examples as a mini-batch of its own.
+def ghost_batches(size: int) -> Answering:
+    """Returns a context where BatchNorm layers in train mode normalise each `size` successive examples by themselves.
 
     A layer's running statistics move once for each of them, in their order. So the layers see what they would see if
     the mini-batches came one after the other; the optimiser sees one large batch, which costs less than several small.
 
-    Example:
+    Examples:
         >>> layer = nn.BatchNorm1d(3)
         >>> x = torch.arange(24.0).view(8, 3)
         >>> with ghost_batches(4):
@@ -135,30 +136,19 @@ def ghost_batches(size: int) -> Iterator[None]:
         >>> torch.equal(together, torch.cat([layer(x[:4]), layer(x[4:])]))
         True
     """
-    with _GhostBatches(size):
-        yield
 
-
-class _GhostBatches(TorchFunctionMode):
-    def __init__(self, size: int) -> None:
-        super().__init__()
-        self.size = size
-
-    def __torch_function__(
-        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
-    ) -> Any:
-        if func is not F.batch_norm:
-            return func(*args, **(kwargs or {}))
-        call = BatchNormCall(*args, **(kwargs or {}))
-        if not call.training or len(call.input) == self.size:
+    def normalize(call: BatchNormCall) -> Tensor:
+        if not call.training or len(call.input) == size:
             return F.batch_norm(*call)
-        return torch.cat([F.batch_norm(part, *call[1:]) for part in call.input.split(self.size)])
+        return torch.cat([F.batch_norm(part, *call[1:]) for part in call.input.split(size)])
+
+    return Answering(normalize)
 
 
 def resize(inputs: Tensor, size: int | None) -> Tensor:
     """Averages images down to a side of `size` pixels; None leaves them.
 
-    Example:
+    Examples:
         >>> resize(torch.ones(2, 3, 32, 32), 24).shape
         torch.Size([2, 3, 24, 24])
     """
@@ -175,7 +165,7 @@ def augment(images: Tensor) -> Tensor:
     Shape:
         (N, C, H, W) → (N, C, H, W), in any dtype.
 
-    Example:
+    Examples:
         >>> augment(torch.ones(2, 3, 32, 32)).shape
         torch.Size([2, 3, 32, 32])
     """
@@ -228,15 +218,6 @@ def _build_optimizer(recipe: Recipe, network: nn.Module) -> torch.optim.Optimize
 def _reflect(index: Tensor, size: int) -> Tensor:
     index = index.abs()
     return torch.where(index < size, index, 2 * (size - 1) - index)
-
-
-def _explain_difference(path: Path, checkpoint: Checkpoint, recipe: Recipe, seed: int) -> str:
-    found = {"seed": checkpoint.seed, **asdict(checkpoint.recipe)}
-    expected = {"seed": seed, **asdict(recipe)}
-    difference = [f"{key} {found[key]!r} instead of {expected[key]!r}" for key in found if found[key] != expected[key]]
-    return (
-        f"Expected a checkpoint of this recipe and seed, got {', '.join(difference)}: {path}. Delete it to train anew."
-    )
 
 
 def _build_progress(console: Console) -> Progress:

@@ -8,11 +8,12 @@ import pytest
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
+from torch.nn.modules.batchnorm import _BatchNorm
 
 import stochbn
-from conftest import NormAct, calibrate, naive
+from oracles import NormAct, calibrate, naive
 from stochbn.inference.affine import normalise_with
-from stochbn.statistics.normalization import BatchNormCall, _BatchNorm
+from stochbn.statistics.normalization import BatchNormCall
 
 
 def companions(mean: Tensor, var: Tensor, count: int, shape: tuple[int, ...]) -> Tensor:
@@ -99,7 +100,7 @@ def test_equals_the_naive_loop(
 
 
 def test_it_changes_predictions_and_depends_on_no_other_input(
-    model: nn.Module, stats: stochbn.Fitted, x: Tensor
+    model: nn.Module, stats: stochbn.Distribution, x: Tensor
 ) -> None:
     conditioned = replace(stats, conditioned=True)
     plain = stochbn.predict(model, stats, x).probs
@@ -126,11 +127,11 @@ def test_it_is_closer_to_exact_inference(model: nn.Module, batches: list[Tensor]
     assert together < apart / 2
 
 
-def test_the_part_of_an_input_follows_the_spread(stats: stochbn.Fitted) -> None:
+def test_the_part_of_an_input_follows_the_spread(stats: stochbn.Distribution) -> None:
     stats = replace(stats, conditioned=True)
     first, *_, last = stats.layers
 
-    def shares(stats: stochbn.Fitted, **options: float) -> list[float]:
+    def shares(stats: stochbn.Distribution, **options: float) -> list[float]:
         drawn = stats.sample(3, seed=0, **options)[1:].shares
         assert drawn.keys() == stats.layers.keys()
         assert all(len(share) == 2 and share[0] == share[1] for share in drawn.values())
@@ -143,7 +144,7 @@ def test_the_part_of_an_input_follows_the_spread(stats: stochbn.Fitted) -> None:
     assert shares(replace(stats, tuning=stochbn.Tuning(by_layer)), spread=2) == [1 / 4, 1 / 2]
 
 
-def test_impossible_shares_are_refused(model: nn.Module, stats: stochbn.Fitted, x: Tensor) -> None:
+def test_impossible_shares_are_refused(model: nn.Module, stats: stochbn.Distribution, x: Tensor) -> None:
     draws = stats.sample(3, seed=0)
     with pytest.raises(ValueError, match=r"shares of shape \(3,\)"):
         replace(draws, shares={"1": torch.ones(2)})
@@ -151,7 +152,7 @@ def test_impossible_shares_are_refused(model: nn.Module, stats: stochbn.Fitted, 
         stochbn.predict(model, replace(draws, shares={"nowhere": torch.ones(3)}), x)
 
 
-def test_without_spread_no_input_counts(model: nn.Module, stats: stochbn.Fitted, x: Tensor) -> None:
+def test_without_spread_no_input_counts(model: nn.Module, stats: stochbn.Distribution, x: Tensor) -> None:
     centre, conditioned = (replace(stats, conditioned=flag).sample(1, spread=0, seed=0) for flag in (False, True))
     torch.testing.assert_close(
         stochbn.predict(model, conditioned, x).probs, stochbn.predict(model, centre, x).probs, rtol=1e-4, atol=1e-6
@@ -160,7 +161,7 @@ def test_without_spread_no_input_counts(model: nn.Module, stats: stochbn.Fitted,
 
 @pytest.mark.filterwarnings("ignore:The NLL is lowest")
 def test_each_spread_that_is_tried_counts_inputs_its_own_way(
-    model: nn.Module, stats: stochbn.Fitted, x: Tensor
+    model: nn.Module, stats: stochbn.Distribution, x: Tensor
 ) -> None:
     stats, labels = replace(stats, conditioned=True), torch.arange(len(x)) % 3
     tuned = stochbn.tune(model, stats, [(x, labels)], progress=False)
@@ -169,7 +170,7 @@ def test_each_spread_that_is_tried_counts_inputs_its_own_way(
         assert loss == pytest.approx(stochbn.nll(probs, labels).item(), rel=1e-4)
 
 
-def test_gradients_reach_the_input(model: nn.Module, stats: stochbn.Fitted, x: Tensor) -> None:
+def test_gradients_reach_the_input(model: nn.Module, stats: stochbn.Distribution, x: Tensor) -> None:
     x.requires_grad_()
     conditioned = replace(stats, conditioned=True)
     stacked = torch.autograd.grad(stochbn.predict(model, conditioned, x, num_samples=4).entropy.sum(), x)[0]

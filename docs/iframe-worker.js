@@ -1,0 +1,20 @@
+// Browsers give no workers to pages that are opened from the disk. There, search runs in a hidden frame instead.
+if (location.protocol === "file:") {
+  window.Worker = class extends EventTarget {
+    constructor(url) {
+      super();
+      const frame = document.body.appendChild(document.createElement("iframe"));
+      frame.hidden = true;
+      this.inside = frame.contentWindow;
+      this.inside.postMessage = (data) => this.dispatchEvent(new MessageEvent("message", { data }));
+      const script = this.inside.document.createElement("script");
+      this.ready = new Promise((resolve) => script.addEventListener("load", resolve));
+      script.src = url;
+      this.inside.document.body.append(script);
+    }
+
+    postMessage(data) {
+      this.ready.then(() => this.inside.dispatchEvent(new MessageEvent("message", { data })));
+    }
+  };
+}

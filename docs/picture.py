@@ -1,0 +1,49 @@
+"""Draws README's picture, docs/picture.png, from committed results alone: python docs/picture.py."""
+
+import json
+from pathlib import Path
+
+import matplotlib.pyplot as plt
+from safetensors.numpy import load_file
+
+ROOT = Path(__file__).parent.parent
+# The study's name of each row of README's table, README's own, and a colour of Okabe and Ito's palette.
+ROWS = (
+    ("One network", "one network", "#777777"),
+    ("One network + temperature", "+ temperature", "#777777"),
+    ("SBN", "+ the paper's SBN", "#009e73"),
+    ("Last layer, tuned", "+ last layer (recommended)", "#009e73"),
+    ("Deep Ensembles", "six networks", "#0072b2"),
+)
+
+
+def draw(out: Path = ROOT / "docs" / "picture.png") -> None:
+    """Draws examples of digits and letters, and beside them the false alarms of each method."""
+    study = json.loads((ROOT / "results/beyond/lenet5/study.json").read_text())
+    shown = load_file(ROOT / "results/lenet5/predictions/diagnostics.safetensors")
+    figure = plt.figure(figsize=(8, 2.7), facecolor="white")
+    for top, title, key in (
+        (0.52, "trained on digits", "gallery/certain test/images"),
+        (0.07, "then shown letters", "gallery/uncertain out-of-domain/images"),
+    ):
+        figure.text(0.015, top + 0.33, title, fontsize=10)
+        for place, number in enumerate((1, 3, 4) if "test" in key else (3, 5, 7)):
+            axes = figure.add_axes((0.015 + 0.094 * place, top, 0.0889, 0.3))
+            axes.imshow(shown[key][number, 0], cmap="gray")
+            axes.set_axis_off()
+    bars = figure.add_axes((0.59, 0.07, 0.39, 0.72))
+    for row, (name, label, colour) in enumerate(ROWS):
+        score = study["methods"][name]["scores"]["fpr95_entropy"]
+        percent, std = 100 * score["value"], 100 * score["std"]
+        bars.barh(row, percent, xerr=std, color=colour, height=0.62, error_kw={"ecolor": "#333333", "lw": 1})
+        bars.text(percent + std + 0.2, row, f"{percent:.1f} %", va="center", fontsize=10)
+        bars.text(-0.3, row, label, va="center", ha="right", fontsize=10)
+    bars.set(xlim=(0, 17), xticks=[], yticks=[], ylim=(len(ROWS) - 0.5, -0.5))
+    bars.spines[["top", "right", "bottom"]].set_visible(False)
+    figure.text(0.345, 0.85, "false alarms: digits flagged as unknown when 95 % of the letters are", fontsize=10)
+    figure.savefig(out, dpi=130)
+    plt.close(figure)
+
+
+if __name__ == "__main__":
+    draw()

@@ -1,0 +1,5 @@
+"""`python -m stochbn` is the `stochbn` command."""
+
+from stochbn.cli.main import main
+
+main()

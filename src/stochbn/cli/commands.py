@@ -1,0 +1,51 @@
+"""The list of commands, in the order of `stochbn --help`."""
+
+from collections.abc import Callable
+from typing import Annotated
+
+import typer
+
+from stochbn import __version__
+from stochbn.cli import experiments, models
+
+PANELS: dict[str, list[Callable[..., None]]] = {
+    "See it work": [experiments.demo],
+    "A network of your own": [models.fit, models.tune, models.predict],
+    "The paper's experiments": [
+        *(experiments.reproduce, experiments.data, experiments.train, experiments.evaluate, experiments.report),
+        experiments.study,
+    ],
+}
+
+app = typer.Typer(add_completion=False, rich_markup_mode="markdown", pretty_exceptions_enable=False)
+for panel, commands in PANELS.items():
+    for command in commands:
+        app.command(rich_help_panel=panel)(command)
+
+
+@app.callback(invoke_without_command=True)
+def describe(
+    version: Annotated[bool, typer.Option("--version", help="Print the version.")] = False,
+    debug: Annotated[bool, typer.Option("--debug", help="Show the traceback of an error. Goes anywhere.")] = False,
+) -> None:
+    """Predictive uncertainty for batch-normalised networks, without retraining them.
+
+    `demo` shows the method in about two minutes. For a network of your own, `fit` comes first, `tune` is worth it if
+    you have held-out labels, and `predict` says how unsure each prediction is. `reproduce` runs an experiment of the
+    paper, of which `data`, `train`, `evaluate` and `report` are the steps; `study` goes beyond the paper.
+
+    Example: `stochbn demo`
+    """
+    if version:
+        print(f"stochbn {__version__}")
+        raise typer.Exit
+
+
+def run(arguments: list[str]) -> None:
+    """Runs one command; raises what it raises, and KeyboardInterrupt after Ctrl-C."""
+    try:
+        code = typer.main.get_command(app).main(arguments, prog_name="stochbn", standalone_mode=False)
+    except typer.Abort:
+        code = 130
+    if code == 130:  # what typer turns Ctrl-C into; older versions raise Abort
+        raise KeyboardInterrupt

@@ -1,0 +1,83 @@
+"""A loader → mini-batches of M, in the order of its examples."""
+
+from collections.abc import Iterable, Iterator
+from typing import Any
+
+from torch import Tensor
+from torch.utils.data import Dataset, IterableDataset
+
+from stochbn.statistics.items import concatenate, num_examples, rows
+
+# A pass holds about this many examples, draws × rows in prediction and mini-batches in fitting: fewer would waste the
+# reading of weights, more would not fit the cache. Memory then depends on the batch, not on the number of draws.
+STACKED_EXAMPLES = 64
+
+
+def length(loader: Iterable[Any]) -> int | None:
+    """Returns how many batches there are, if the loader knows."""
+    try:
+        return len(loader)  # type: ignore[arg-type]
+    except TypeError:  # also of a DataLoader over an IterableDataset
+        return None
+
+
+def check_loader(loader: Any) -> None:
+    """Refuses what is likely to be meant as data but is not batches of it."""
+    is_dataset = isinstance(loader, Dataset) and not isinstance(loader, IterableDataset)
+    is_array = isinstance(loader, (Tensor, str)) or hasattr(loader, "__array__")
+    if is_dataset or is_array or not hasattr(loader, "__iter__"):
+        raise TypeError(
+            f"Expected a DataLoader or another iterable of batches, got {type(loader).__name__}. Wrap data in one, "
+            "for example DataLoader(dataset, batch_size=M, shuffle=True) with the batch size M of training."
+        )
+
+
+def mini_batches(
+    loader: Iterable[Any], *, batch_size: int | None = None, num_batches: int | None = None
+) -> Iterator[tuple[Any, int, int]]:
+    """Cuts what a loader yields into mini-batches of M = `batch_size`, as many in one item as fit.
+
+    The examples keep their order, so the mini-batches are those that a loader of batch size M would give with
+    its incomplete last one dropped; what is left over of an item goes in front of the next.
+
+    Args:
+        loader: Any iterable of batches.
+        batch_size: M; by default the loader's own batch size, else that of its first batch.
+        num_batches: Stop after that many mini-batches; by default when the loader ends.
+
+    Yields:
+        `(item, count, batch_size)`: an item of `count · batch_size` examples, which are `count` mini-batches.
+    """
+    check_loader(loader)
+    size = batch_size if batch_size is not None else getattr(loader, "batch_size", None)
+    rest: Any = None
+    short: int | None = None
+    produced = 0
+    for item in loader:
+        count = num_examples(item)
+        size = count if size is None else size
+        if size < 2:
+            raise ValueError(
+                f"Expected mini-batches of at least 2 examples, got {size}: alone in its batch, an input meets "
+                "no randomness. Pass a loader or batch_size= with the batch size the model was trained with."
+            )
+        first_too_small = batch_size is not None and produced == 0 and count < size
+        if short is not None or first_too_small:
+            raise ValueError(
+                f"Expected batches of at least {size} examples, got one of {short or count}; only the last may be "
+                "smaller. Pass a loader with larger batches or a smaller batch_size=."
+            )
+        short = count if count < size else None
+        if rest is not None:
+            item = concatenate(rest, item)
+            count = num_examples(item)
+        whole = count // size
+        if num_batches is not None:
+            whole = min(whole, num_batches - produced)
+        used = whole * size
+        rest = rows(item, used, count) if used < count else None
+        if whole:
+            yield (rows(item, 0, used) if used < count else item), whole, size
+            produced += whole
+        if produced == num_batches:
+            return
