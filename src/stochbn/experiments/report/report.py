@@ -46,6 +46,7 @@ _FIGURES = {
     *("ecdf-out-of-domain", "ecdf-known", "reliability", "rejection", "training"),
     *("samples", "batch-size", "ks", "bound", "gallery"),
 }
+_NOTHING = Grid([], [])
 
 
 def write_report(folder: Path, *, console: Console | None = None) -> Path:
@@ -82,13 +83,12 @@ def write_report(folder: Path, *, console: Console | None = None) -> Path:
         "exact": {key: {name: asdict(found) for name, found in row.items()} for key, row in exact_scores.items()},
         "diagnostics": measured,
     }
-    labels = {key: scored.label for key, scored in results.methods.items()}
     grids = {
         "first": table_1(results, scores, papers),
         "second": table_2(results, scores),
         "claims": claims_table(claims),
-        "differences": differences_table(differences, labels).transposed() if differences else Grid([], []),
-        "exact": replace(table_2(exact, exact_scores), bold=frozenset()) if exact else Grid([], []),
+        "differences": _lay_out_differences(results, differences),
+        "exact": replace(table_2(exact, exact_scores), bold=frozenset()) if exact else _NOTHING,
         "training": training_table(files, results),
     }
     notes, appendices = describe_notes(results, has_paper=bool(papers)), appendix_tables(measured)
@@ -127,8 +127,7 @@ def compare_recommended(results: Results) -> list[Difference]:
     Only methods that were scored on the same networks are compared.
     """
     methods = results.methods
-    one = "last-tuned" if "last-tuned" in methods else "last"
-    many = f"ensemble+{one}"
+    one, many = ("last-tuned", "ensemble+last-tuned") if "last-tuned" in methods else ("last", "ensemble+last")
     pairs = ((one, "ensemble"), (one, METHODS["plain"].tempered().key), (many, "ensemble"))
     return [
         difference
@@ -136,6 +135,11 @@ def compare_recommended(results: Results) -> list[Difference]:
         if first in methods and second in methods and methods[first].seeds == methods[second].seeds
         for difference in compare(methods, results.labels, [(first, second)])
     ]
+
+
+def _lay_out_differences(results: Results, differences: list[Difference]) -> Grid:
+    labels = {key: scored.label for key, scored in results.methods.items()}
+    return differences_table(differences, labels).transposed() if differences else _NOTHING
 
 
 def read_files(folder: Path) -> tuple[list[File], File | None]:
