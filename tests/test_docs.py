@@ -69,6 +69,7 @@ def test_guide_code(given: dict[str, Any]) -> None:
     assert Path("net.sbn.safetensors").exists()
 
 
+@pytest.mark.filterwarnings("ignore::UserWarning:tqdm")
 def test_tutorial_does_what_it_says(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     names: dict[str, Any] = {}
