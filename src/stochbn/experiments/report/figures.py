@@ -225,9 +225,9 @@ def _add_legend(figure: Figure, *axes: Axes) -> None:
     """Adds one legend for all axes, above them, in as many columns as fit."""
     handles = {label: handle for ax in axes for handle, label in zip(*ax.get_legend_handles_labels(), strict=True)}
     columns = min(3, math.ceil(len(handles) / 2)) if len(handles) > 2 else len(handles)
-    while columns > 1:  # a line of 0.45 inches, and letters of 0.058 at 8 points
+    while columns > 1:  # at 8 points: a line and the space around it 0.62 inches, a letter 0.06
         parts = np.array_split(list(handles), columns)
-        if sum(0.45 + 0.058 * max(map(len, part)) for part in parts) <= figure.get_figwidth():
+        if sum(0.62 + 0.06 * max(map(len, part)) for part in parts) <= figure.get_figwidth():
             break
         columns -= 1
     more_rows = math.ceil(len(handles) / max(columns, 1)) - 2
