@@ -4,6 +4,7 @@ import numpy as np
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.overrides import _get_current_function_mode_stack
 
 import stochbn
 from oracles import small_cnn
@@ -150,3 +151,25 @@ def test_fit_and_predict_within_the_context(model: nn.Module, batches: list[Tens
             stats = stochbn.fit(model, batches[:3], progress=False)
             stochbn.predict(model, stats, x, num_samples=2)
     assert tracker.distribution().num_batches == len(batches)
+
+
+def test_ctrl_c_in_a_forward_pass_leaves_no_context_behind() -> None:
+    model = nn.Sequential(nn.BatchNorm1d(2), nn.Identity()).train()
+
+    def interrupt(*_: object) -> None:
+        raise KeyboardInterrupt
+
+    handle = model[1].register_forward_pre_hook(interrupt)
+    before = len(_get_current_function_mode_stack())
+    with stochbn.track(model) as tracker:
+        with pytest.raises(KeyboardInterrupt):
+            model(torch.randn(8, 2))
+        handle.remove()
+        for _ in range(3):
+            model(torch.randn(8, 2))
+        assert len(_get_current_function_mode_stack()) == before
+        assert tracker.distribution().num_batches == 3
+        handle = model[1].register_forward_pre_hook(interrupt)
+        with pytest.raises(KeyboardInterrupt):
+            model(torch.randn(8, 2))
+    assert len(_get_current_function_mode_stack()) == before

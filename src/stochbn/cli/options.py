@@ -60,7 +60,7 @@ CHANGES = {
     "batch_size": _change(int, "Images in a step of the optimizer.", min=2),
     "ghost_size": _change(int, "M, the images normalised together; divides the batch size.", min=2),
     "optimizer": _change(str, "adam with a linear decay, or sgd with one cycle."),
-    "learning_rate": _change(float, f"The highest one; {SGD_LEARNING_RATE} for sgd.", min=0),
+    "learning_rate": _change(float, f"The highest one; {SGD_LEARNING_RATE} if sgd takes Adam's place.", min=0),
     "class_seed": _change(int, "Draws the five known classes of CIFAR5; by default 0 to 4.", min=0),
 }
 

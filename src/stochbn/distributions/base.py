@@ -141,7 +141,7 @@ class Distribution(ABC):
             num_samples: S ≥ 1.
             spread: Multiplies the deviations, on top of the tuned spread; 0 gives the centre, S times.
             seed: Draw i of a seed is always the same network. None takes a seed from torch's generator. Draws 2i and
-                2i + 1 of a Gaussian family mirror each other (`seeding.antithetic_normal`); `draws[::2]` are
+                2i + 1 of a Gaussian family mirror each other (`seeds.antithetic_normal`); `draws[::2]` are
                 independent.
             first: Index of the first draw, to draw them in parts.
         """

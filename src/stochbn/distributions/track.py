@@ -100,6 +100,7 @@ def track(model: nn.Module, momentum: float = 0.1) -> Iterator[Tracker]:
     passes = ExitStack()  # the context of a forward pass that is under way
 
     def begin(*_: Any) -> None:
+        passes.close()  # of a pass that Ctrl-C ended: torch calls no hook then
         passes.enter_context(Answering(tracker._begin()))
 
     def end(*_: Any) -> None:
@@ -113,5 +114,6 @@ def track(model: nn.Module, momentum: float = 0.1) -> Iterator[Tracker]:
     try:
         yield tracker
     finally:
+        passes.close()
         for hook in hooks:
             hook.remove()

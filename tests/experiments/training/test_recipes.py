@@ -1,6 +1,9 @@
+import re
+from dataclasses import replace
+
 import pytest
 
-from stochbn.experiments.training.recipes import EXPERIMENTS, RECIPES, Recipe
+from stochbn.experiments.training.recipes import EXPERIMENTS, RECIPES, SGD_LEARNING_RATE, Recipe
 
 
 @pytest.mark.parametrize("size", [1, 24, 128])
@@ -44,3 +47,18 @@ def test_plain_networks_come_first() -> None:
     runs = [(recipe.name, seed) for recipe, seed in EXPERIMENTS["vgg11"].runs()]
     assert runs == [("vgg11", seed) for seed in range(6)] + [("vgg11-dropout", seed) for seed in range(2)]
     assert len(EXPERIMENTS["resnet18"].runs()) == 6
+
+
+@pytest.mark.parametrize("batch_size", [6, 18, 7, 64])
+def test_the_ghost_size_that_an_error_suggests_works(batch_size: int) -> None:
+    with pytest.raises(ValueError, match="divides the batch size") as caught:
+        replace(RECIPES["vgg11"], batch_size=batch_size, ghost_size=5)
+    suggested = int(re.search(r"Take (\d+), say", str(caught.value))[1])
+    assert replace(RECIPES["vgg11"], batch_size=batch_size, ghost_size=suggested).mini_batch_size == suggested
+
+
+def test_another_optimiser_gets_a_learning_rate_of_its_own() -> None:
+    assert RECIPES["vgg11"].vary(optimizer="adam").learning_rate == 1e-3
+    assert RECIPES["vgg11"].vary(optimizer="sgd").learning_rate == RECIPES["vgg11"].learning_rate
+    assert RECIPES["digits"].vary(optimizer="sgd").learning_rate == SGD_LEARNING_RATE
+    assert RECIPES["digits"].vary(optimizer="adam", learning_rate=0.5).learning_rate == 0.5

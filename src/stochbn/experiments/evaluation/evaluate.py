@@ -136,6 +136,7 @@ def diagnose(
             "weights_sha256": digest(network.state_dict()),
             "num_samples": protocol.num_samples,
             "curve": asdict(protocol.curve),
+            "has_appendices": protocol.has_appendices,
         }
         job = Job(
             f"{recipe.name} seed 0: diagnostics",
@@ -197,6 +198,7 @@ def _identify(checkpoint: Checkpoint | None, recipe: Recipe, seed: int, protocol
         "settings": asdict(recipe),
         "seed": seed,
         "num_samples": protocol.num_samples,
+        "num_fit_batches": protocol.num_fit_batches,  # which mini-batches the empirical draws are of
         "draws": protocol.draws(recipe),
     }
 
@@ -235,7 +237,8 @@ def _predict(trained: TrainedNetwork, protocol: Protocol, path: Path, common: di
 
 def _resume(path: Path, common: dict[str, Any]) -> tuple[dict[str, Any], dict[str, Any]]:
     """Returns tensors and records of the methods that a file of the same network already has."""
-    if not is_current(path, {key: common[key] for key in ("format", "weights_sha256", "draw_seed")}):
+    same = ("format", "weights_sha256", "draw_seed", "num_fit_batches")
+    if not is_current(path, {key: common[key] for key in same}):
         return {}, {}
     file = File.read(path)
     kept = {key for key, most in file.header["draws"].items() if common["draws"].get(key) == most}

@@ -8,7 +8,7 @@ import os
 import signal
 import threading
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from io import StringIO
 from multiprocessing.connection import Connection, wait
@@ -21,7 +21,7 @@ from rich.console import Console
 from stochbn.experiments.data.sources import check_writable
 from stochbn.experiments.evaluation.evaluate import diagnose, evaluate_network, load_splits
 from stochbn.experiments.evaluation.plan import Run, plan, show, summarise
-from stochbn.experiments.training.checkpoints import checkpoint_path, is_locked, locked
+from stochbn.experiments.training.checkpoints import LockedError, checkpoint_path, is_locked, locked
 from stochbn.experiments.training.recipes import Experiment
 from stochbn.experiments.training.train import train
 
@@ -106,14 +106,18 @@ def _make_all(make: _Maker, left: list[Run], jobs: int, console: Console) -> dic
     workers: dict[Connection, tuple[Run, BaseProcess]] = {}
     try:
         while left or workers:
-            for run in [run for run in left if not is_locked(checkpoint_path(run.recipe, run.seed))]:
+            for run in list(left):
+                if is_locked(checkpoint_path(run.recipe, run.seed)):  # by another queue, perhaps only just now
+                    continue
                 if jobs == 1:
                     console.rule(run.name)
-                    make(run, console)
-                elif len(workers) < jobs:
-                    workers |= _start(make, run)
-                else:
+                    with suppress(LockedError):
+                        make(run, console)
+                        left.remove(run)
+                    continue
+                if len(workers) == jobs:
                     break
+                workers |= _start(make, run)
                 left.remove(run)
             for pipe in wait(list(workers), LOOKS) if left or workers else []:
                 assert isinstance(pipe, Connection)
@@ -128,6 +132,8 @@ def _make_all(make: _Maker, left: list[Run], jobs: int, console: Console) -> dic
                     kind, text = "line", summarise(make.plan(), jobs)
                 if kind == "failure":
                     failures[run.name] = text
+                elif kind == "locked":
+                    left.append(run)
                 text = text.removeprefix(f"{run.name}: ")  # which an evaluation's lines have
                 console.print(f"{run.name}: {text}", highlight=False, markup=False, soft_wrap=True)
     finally:
@@ -153,6 +159,8 @@ def _work(make: _Maker, run: Run, pipe: Connection) -> None:
     torch.set_num_threads(1)
     try:
         make(run, Console(file=_Lines(pipe), width=400))
+    except LockedError as error:
+        pipe.send(("locked", str(error)))
     except Exception as error:
         pipe.send(("failure", " ".join(str(error).split()) or type(error).__name__))
         raise SystemExit(1) from error

@@ -127,8 +127,8 @@ def compare_recommended(results: Results) -> list[Difference]:
     Only methods that were scored on the same networks are compared.
     """
     methods = results.methods
-    one, many = ("last-tuned", "ensemble+last-tuned") if "last-tuned" in methods else ("last", "ensemble+last")
-    pairs = ((one, "ensemble"), (one, METHODS["plain"].tempered().key), (many, "ensemble"))
+    one = "last-tuned" if "last-tuned" in methods else "last"
+    pairs = ((one, "ensemble"), (one, METHODS["plain"].tempered().key), ("ensemble+last", "ensemble"))
     return [
         difference
         for first, second in pairs

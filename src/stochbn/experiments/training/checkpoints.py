@@ -22,12 +22,21 @@ from torch import Tensor, nn
 from stochbn.experiments.data.sources import cache_dir, write_atomically
 from stochbn.experiments.training.recipes import Recipe
 
+try:
+    import fcntl
+except ImportError:  # on Windows
+    fcntl = None  # type: ignore[assignment]
+
 FORMAT = "stochbn-checkpoint-1"
 _PATIENCE = 1.0  # seconds to try for a lock: somebody may only be looking whether it is held
 
 
 class CheckpointError(Exception):
     """A checkpoint cannot be read, or belongs to another recipe."""
+
+
+class LockedError(CheckpointError):
+    """Another process is at work on a checkpoint."""
 
 
 @dataclass(frozen=True)
@@ -142,13 +151,16 @@ def locked(path: Path, what: str) -> Iterator[None]:
         what: What an error calls it.
 
     Raises:
-        CheckpointError: Another process has the lock.
+        LockedError: Another process has the lock.
     """
+    if fcntl is None:
+        yield
+        return
     lock = path.with_name(f"{path.name}.lock")
     start = time.monotonic()
     while (descriptor := _lock(lock)) is None:
         if time.monotonic() - start > _PATIENCE:
-            raise CheckpointError(
+            raise LockedError(
                 f"Expected to be the only process at work on {what}, got another one that holds {lock}. "
                 "Wait until it is done, or end it."
             )
@@ -163,7 +175,7 @@ def locked(path: Path, what: str) -> Iterator[None]:
 def is_locked(path: Path) -> bool:
     """Returns whether a process is at work on a checkpoint."""
     lock = path.with_name(f"{path.name}.lock")
-    if not lock.exists():
+    if fcntl is None or not lock.exists():
         return False
     descriptor = _lock(lock)
     if descriptor is not None:  # a killed process has left the file
@@ -175,10 +187,6 @@ def is_locked(path: Path) -> bool:
 def _lock(path: Path) -> int | None:
     """Returns a descriptor that holds the lock, or None if another one does."""
     descriptor = os.open(path, os.O_RDWR | os.O_CREAT, 0o644)
-    try:
-        import fcntl
-    except ImportError:
-        return descriptor
     try:
         fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
         if os.path.samestat(os.fstat(descriptor), path.stat()):  # not a file that its last holder has removed
