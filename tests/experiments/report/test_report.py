@@ -143,9 +143,7 @@ def test_differences_are_reported_where_the_rows_are(cifar5, tmp_path, quiet, pa
     page = write_report(tmp_path, console=quiet)
     numbers = json.loads((tmp_path / "scores.json").read_text())
     pairs = [(found["first"], found["second"]) for found in numbers["differences"]]
-    assert pairs == [
-        *(("last-tuned", "ensemble"), ("last-tuned", "plain+temperature"), ("ensemble+last", "ensemble"))
-    ]
+    assert pairs == [*(("last-tuned", "ensemble"), ("last-tuned", "plain+temperature"), ("ensemble+last", "ensemble"))]
     for found in numbers["differences"]:
         for key, interval in found["scores"].items():
             ours, theirs = (numbers["methods"][found[name]]["scores"][key]["value"] for name in ("first", "second"))
