@@ -12,7 +12,7 @@ from stochbn.distributions.base import Layer
 from stochbn.statistics.layers import find_layers
 from stochbn.statistics.moments import Moments
 from stochbn.statistics.normalization import Answering, BatchNormalization
-from stochbn.statistics.restoring import evaluating
+from stochbn.statistics.twin import make_twin
 
 
 class NormAct(nn.BatchNorm2d):
@@ -76,8 +76,8 @@ def observed(model: nn.Module, batches: list[Tensor]) -> Tensor:
     rows = []
     for batch in batches:
         normalization = BatchNormalization(find_layers(model))
-        with torch.no_grad(), evaluating(model), Answering(normalization.answer):
-            model(batch)
+        with torch.no_grad(), Answering(normalization.answer):
+            make_twin(model)(batch)
             rows.append(torch.cat([seen[0] for seen in normalization.observed.take().values()], dim=1))
     return torch.stack(rows)
 

@@ -15,13 +15,12 @@ TESTS = Path(__file__).parent
 # Each may import what stands above it, and a room's own modules in the order that is given for it.
 ROOMS = {
     "statistics": [
-        *("checks", "items", "calls", "mini_batches", "layers", "moments", "normalization", "channels_last"),
-        "restoring",
+        *("checks", "items", "calls", "mini_batches", "layers", "moments", "normalization", "restoring", "twin"),
     ],
     "distributions": ["seeds", "draws", "base", "factorized", "lowrank", "empirical", "files", "fit", "track"],
     "uncertainty": None,
     "inference": [
-        *("dropout", "prediction", "sharing", "affine", "compilation", "engine", "adaptive", "predict", "tune"),
+        *("prediction", "affine", "dropout", "stacking", "graph", "network", "adaptive", "predict", "tune"),
         "exact",
     ],
     "experiments.data": ["sources", "publications", "embedded", "splits", "corruptions"],

@@ -14,7 +14,7 @@ from stochbn.distributions.fit import fit
 from stochbn.distributions.lowrank import LowRank
 from stochbn.distributions.track import Tracker, track
 from stochbn.inference.exact import LowerBound, exact_predict, lower_bound
-from stochbn.inference.predict import predict
+from stochbn.inference.predict import Predictor, predict
 from stochbn.inference.prediction import Prediction
 from stochbn.inference.tune import tune
 from stochbn.uncertainty import brier, ece, entropy, error, expected_entropy, mutual_information, nll
@@ -29,6 +29,7 @@ __all__ = [
     "LowRank",
     "LowerBound",
     "Prediction",
+    "Predictor",
     "Tracker",
     "Tuning",
     "brier",

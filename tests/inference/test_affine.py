@@ -15,6 +15,8 @@ from oracles import NormAct, calibrate, naive
 from stochbn.inference.affine import normalise_with
 from stochbn.statistics.normalization import BatchNormCall
 
+pytestmark = pytest.mark.usefixtures("path")  # each test on both
+
 
 def companions(mean: Tensor, var: Tensor, count: int, shape: tuple[int, ...]) -> Tensor:
     """An even number of examples that have exactly these statistics: half of them μ + σ everywhere, half μ − σ."""

@@ -134,7 +134,7 @@ def test_what_is_compiled_in_is_told_apart() -> None:
     check({"a": a, "b": b, "k": 1.0})
 
 
-def test_randomness_of_the_model_differs_from_draw_to_draw(images: list[Tensor]) -> None:
+def test_a_model_with_randomness_of_its_own_says_so(images: list[Tensor]) -> None:
     class Noisy(nn.Module):
         def __init__(self) -> None:
             super().__init__()
@@ -145,6 +145,46 @@ def test_randomness_of_the_model_differs_from_draw_to_draw(images: list[Tensor])
 
     model = calibrate(Noisy(), images)
     stats = stochbn.fit(model, images, progress=False)
-    draws = stochbn.Draws({name: values.expand(8, -1) for name, values in stats.sample(1, seed=0).buffers.items()})
-    pred = stochbn.predict(model, draws, images[0], chunk_size=4, compile=True)
-    assert (pred.samples[:4] - pred.samples[4:]).abs().max() > 1e-4
+    with pytest.raises(RuntimeError, match=r"randn_like\(x\)\)` it draws random numbers of its own"):
+        stochbn.predict(model, stats, images[0], compile=True)
+
+
+class TwoNames(nn.Module):
+    """One BatchNorm layer, registered under two names."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.fc, self.bn, self.head = nn.Linear(4, 6), nn.BatchNorm1d(6), nn.Linear(6, 3)
+        self.features = nn.Sequential(self.fc, self.bn)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.head(self.features(x).relu())
+
+
+class WritesAfterwards(TwoNames):
+    """Changes what the drawn layer has read."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        y = self.fc(x)
+        z = self.bn(y)
+        return self.head(z + y.relu_())
+
+
+@pytest.mark.parametrize("kind", [TwoNames, WritesAfterwards])
+def test_layers_of_two_names_and_writes_after_them(kind: type[nn.Module]) -> None:
+    batches = [torch.randn(8, 4) for _ in range(12)]
+    model = calibrate(kind(), batches)
+    stats = stochbn.fit(model, batches, progress=False)
+    one_by_one = stochbn.predict(model, stats, batches[0], num_samples=5, chunk_size=1)
+    compiled = stochbn.predict(model, stats, batches[0], num_samples=5, compile=True)
+    torch.testing.assert_close(compiled.samples, one_by_one.samples, rtol=1e-4, atol=1e-6)
+    assert compiled.std.max() > 1e-3
+
+
+def test_within_inference_mode(images: list[Tensor]) -> None:
+    model = calibrate(network(), images)
+    stats = stochbn.fit(model, images, progress=False)
+    expected = stochbn.predict(model, stats, images[0], num_samples=5, chunk_size=1)
+    with torch.inference_mode():
+        compiled = stochbn.predict(model, stats, images[0], num_samples=5, compile=True)
+    torch.testing.assert_close(compiled.samples, expected.samples, rtol=1e-4, atol=1e-6)

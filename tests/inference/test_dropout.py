@@ -11,6 +11,8 @@ from torch.func import vmap
 import stochbn
 from stochbn.inference.dropout import hashed_uniform
 
+pytestmark = pytest.mark.usefixtures("path")  # each test on both
+
 KINDS = [nn.Dropout, nn.Dropout1d, nn.Dropout2d, nn.Dropout3d, nn.AlphaDropout, nn.FeatureAlphaDropout]
 
 

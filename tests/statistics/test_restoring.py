@@ -9,7 +9,7 @@ from torch import Tensor, nn
 
 import stochbn
 from oracles import calibrate
-from stochbn.statistics.restoring import evaluating
+from stochbn.statistics.twin import make_twin
 
 
 def snapshot(model: nn.Module) -> dict[str, object]:
@@ -24,10 +24,12 @@ def snapshot(model: nn.Module) -> dict[str, object]:
     }
 
 
-def assert_unchanged(model: nn.Module, before: dict[str, object]) -> None:
+def assert_unchanged(model: nn.Module, before: dict[str, object], is_random: bool = False) -> None:
     after = snapshot(model)
     for key in ("state", "rng"):
-        torch.testing.assert_close(after.pop(key), before.pop(key), rtol=0, atol=0)
+        found, expected = after.pop(key), before.pop(key)
+        if not (key == "rng" and is_random):
+            torch.testing.assert_close(found, expected, rtol=0, atol=0)
     assert after == before
 
 
@@ -58,6 +60,18 @@ def test_fit_leaves_the_model_as_it_was(
     else:
         with pytest.raises(type(error)):
             stochbn.fit(dropout_model, loader, dropout=True, progress=False)
+    assert_unchanged(dropout_model, before, is_random=True)  # the loader shuffles, and masks are drawn
+
+
+def test_the_random_state_is_not_touched_where_nothing_is_random(
+    dropout_model: nn.Module, batches: list[Tensor], x: Tensor
+) -> None:
+    before = snapshot(dropout_model)
+    stats = stochbn.fit(dropout_model, batches, progress=False)
+    stochbn.predict(dropout_model, stats, x, num_samples=3)
+    stochbn.Predictor(dropout_model, stats, num_samples=3)(x)
+    stochbn.tune(dropout_model, stats, [(b, torch.zeros(len(b), dtype=torch.long)) for b in batches], progress=False)
+    stochbn.exact_predict(dropout_model, batches, x, num_samples=3)
     assert_unchanged(dropout_model, before)
 
 
@@ -165,5 +179,5 @@ def test_dropout_is_active_only_when_asked(dropout_model: nn.Module) -> None:
     assert on.mean[0].mean().item() == pytest.approx(1, abs=5 * math.sqrt(variance / (30 * 400)))
     assert on.variance[0].mean().item() == pytest.approx(variance, rel=5 * math.sqrt(2 / (29 * 400)))
 
-    with evaluating(dropout_model, dropout=True):
-        assert [m.training for m in dropout_model] == [isinstance(m, nn.Dropout) for m in dropout_model]
+    twin = make_twin(dropout_model.train(), dropout=True)
+    assert [m.training for m in twin] == [isinstance(m, nn.Dropout) for m in twin]

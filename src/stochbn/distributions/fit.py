@@ -8,7 +8,6 @@ from typing import Any, Literal
 
 import torch
 from torch import Tensor, nn
-from torch.func import functional_call
 from torch.nn import functional as F
 from torch.nn.modules.batchnorm import _BatchNorm
 from tqdm.auto import tqdm
@@ -16,15 +15,15 @@ from tqdm.auto import tqdm
 from stochbn.distributions.base import Collector, Distribution, Layer
 from stochbn.distributions.factorized import Factorized
 from stochbn.distributions.files import FAMILIES
-from stochbn.statistics.calls import Call, Called, call_on_item, device_of, unwrap
-from stochbn.statistics.channels_last import RefusingLayouts, channels_last_weights
+from stochbn.statistics.calls import Call, call_on_item, device_of, unwrap
 from stochbn.statistics.checks import check_whole, listing
-from stochbn.statistics.items import copy_to, rows
+from stochbn.statistics.items import copy_to, num_examples, rows
 from stochbn.statistics.layers import Layers, all_batch_norms, dropout_layers, find_layers
 from stochbn.statistics.mini_batches import STACKED_EXAMPLES, length, mini_batches
 from stochbn.statistics.moments import Moments
 from stochbn.statistics.normalization import Answering, BatchNormalization, BatchNormCall, Observed
-from stochbn.statistics.restoring import evaluating, preserving_rng
+from stochbn.statistics.restoring import keeping_tensors
+from stochbn.statistics.twin import make_twin, reorder_convolutions
 
 # A layer has drifted when half of its channels are this far from the running statistics: one standard deviation, or a
 # factor of 4 in variance. That leaves room for dropout, which raises variances in training and which fitting may leave
@@ -100,15 +99,13 @@ def fit(
         dropout_layers(model)
     with (
         torch.no_grad(),
-        preserving_rng(device_of(model)),
-        evaluating(model, dropout=dropout),
         tqdm(total=length(loader), desc="fit", unit="batch", disable=not progress, leave=False) as bar,
     ):
         parts = mini_batches(loader, batch_size=batch_size, num_batches=num_batches)
         if last:
             chosen, parts = _keep_last(model, call, chosen, parts)
         collected = Collected(joint=collector, order=chosen)
-        for is_added in _collect(collected, _Pass(model, call, chosen), parts):
+        for is_added in _collect(collected, _Pass(model, call, chosen, dropout), parts):
             bar.update()
             if is_added and (progress or standard_error is not None):
                 error = collected.standard_error(chosen)
@@ -158,8 +155,8 @@ def _keep_last(
     if first is None:
         return layers, parts
     item, _, size = first
-    with evaluating(model), Answering(note):  # without dropout, which would take random numbers from the fit
-        call(model, copy_to(rows(item, 0, size), device_of(model)))
+    with Answering(note):
+        call(make_twin(model), copy_to(rows(item, 0, size), device_of(model)))
     last = [name for name in called if name is not None][-1:]
     return {name: layers[name] for name in last} or layers, itertools.chain([first], parts)
 
@@ -187,26 +184,47 @@ def _collect(collected: "Collected", run: "_Pass", parts: Iterator[tuple[Any, in
 
 
 class _Pass:
-    """Runs the model for its statistics, with convolutions channels-last as long as the model bears it."""
+    """Runs a twin of the model for its statistics, with convolutions channels-last if they come out the same so."""
 
-    def __init__(self, model: nn.Module, call: Call, layers: dict[str, _BatchNorm]) -> None:
-        self.called = Called(model, call)
+    def __init__(self, model: nn.Module, call: Call, layers: dict[str, _BatchNorm], dropout: bool) -> None:
         self.normalization = BatchNormalization(layers)
         self.observed = self.normalization.observed
-        self.weights = channels_last_weights(self.called)
+        self._model = model
+        self._call = call
+        self._layers = layers
+        self._twin = make_twin(model, dropout=dropout)
+        self._is_checked = False
 
     def __call__(self, item: Any, num_batches: int) -> None:
-        self.normalization.num_batches = num_batches
-        device = device_of(self.called)
-        with Answering(self.normalization.answer):
-            if self.weights:
-                try:
-                    with self.observed.undoing(), RefusingLayouts():
-                        functional_call(self.called, self.weights, (copy_to(item, device),), tie_weights=False)
-                    return
-                except Exception:  # whatever it is, the pass below runs the model as its author meant it
-                    self.weights = {}
-            self.called(copy_to(item, device))
+        if not self._is_checked:
+            self._is_checked = True
+            if self._bears_channels_last(rows(item, 0, num_examples(item) // num_batches)):
+                reorder_convolutions(self._twin)
+        self._run(self._twin, self.normalization, item, num_batches)
+
+    def _run(self, twin: nn.Module, normalization: BatchNormalization, item: Any, num_batches: int) -> None:
+        normalization.num_batches = num_batches
+        with Answering(normalization.answer), keeping_tensors(twin):
+            self._call(twin, copy_to(item, device_of(twin)))
+
+    def _bears_channels_last(self, mini_batch: Any) -> bool:
+        """Returns whether the statistics of a mini-batch, without dropout, are the same in both layouts."""
+        twins = make_twin(self._model), make_twin(self._model)
+        if not reorder_convolutions(twins[1]):
+            return False
+        seen = []
+        for twin in twins:
+            normalization = BatchNormalization(self._layers)
+            try:
+                self._run(twin, normalization, mini_batch, 1)
+            except Exception:  # the model's own layout will show whether that is its fault
+                return False
+            seen.append(normalization.observed.take())
+        own, reordered = seen
+        return own.keys() == reordered.keys() and all(
+            torch.allclose(own[name], reordered[name], rtol=1e-3, atol=1e-3 * float(own[name].abs().max()))
+            for name in own
+        )
 
 
 class Collected:

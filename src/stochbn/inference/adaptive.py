@@ -20,7 +20,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from stochbn.inference.engine import Network
+from stochbn.inference.network import Network
 from stochbn.inference.prediction import Average, Link, Prediction, apply_link, join
 from stochbn.statistics.items import num_examples, take
 
@@ -61,12 +61,15 @@ def predict_adaptively(
         for member, network in enumerate(networks):
             if count and network.num_draws == 1:
                 continue
-            with network.active():
-                new = torch.cat(list(network.run(some, chunk_size, count, min(look, network.num_draws))))
+            new = torch.cat(list(network.run(some, chunk_size, count, min(look, network.num_draws))))
             outputs[member] = torch.cat([outputs[member], new]) if count else new
             update(len(new))
         count = look
-        settled = _settled(outputs, temperatures, link, tolerance) if count < most else remaining >= 0
+        settled = (
+            _settled(outputs, temperatures, link, tolerance)
+            if count < most
+            else torch.ones_like(remaining, dtype=torch.bool)
+        )
         if settled.any():
             average = Average(link, keep_samples=False)
             for values, temperature in zip(outputs, temperatures, strict=True):

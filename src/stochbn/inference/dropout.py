@@ -4,8 +4,7 @@ In prediction a draw is a network, so its mask is the same for every input, and 
 chunk or the device. A generator could not give that under `vmap`; a hash of (seed, draw, layer, unit) can.
 """
 
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -13,6 +12,7 @@ from torch import Tensor, nn
 from torch.nn.modules.dropout import _DropoutNd
 
 from stochbn.distributions.seeds import derive_seed
+from stochbn.inference.affine import Affine
 from stochbn.statistics.layers import dropout_layers
 
 _WHOLE_CHANNELS = (nn.Dropout1d, nn.Dropout2d, nn.Dropout3d, nn.FeatureAlphaDropout)
@@ -32,52 +32,58 @@ def _mix(h: Tensor) -> Tensor:
 
 
 def hashed_uniform(key: int, draw: Tensor, shape: tuple[int, ...]) -> Tensor:
-    """Returns numbers in [0, 1), a function of key, draw and position alone: () → `shape`, float64."""
+    """Returns numbers in [0, 1), a function of key, draw and position alone: (*) → (*, *shape), float64."""
     stream = _mix(draw * _signed(0x9E3779B97F4A7C15) + key)
-    # The position is scrambled before it is added: a product of it the compiler takes for an offset, without overflow.
     position = _mix(torch.arange(1, torch.Size(shape).numel() + 1, device=draw.device).view(shape))
+    stream = stream.view(*draw.shape, *(1 for _ in shape))
     return ((_mix(stream + position) >> 11) & (2**53 - 1)).double() * 2.0**-53
 
 
-class DropoutMasks:
-    """Active masks of one network; set `draw`, a 0-d int64 tensor (batched under vmap), before each forward pass."""
+def dropout_map(layer: _DropoutNd, key: int, draw: Tensor, units: tuple[int, ...], dtype: torch.dtype) -> Affine:
+    """Returns what a dropout layer multiplies its input by and adds to it in each draw: (*) → (*, *units).
 
-    def __init__(self, seed: int) -> None:
-        self.seed = seed
+    Args:
+        layer: Of any of torch's kinds.
+        key: Tells layers, and calls of one layer, apart.
+        draw: (*) indices.
+        units: The shape of an input, without the batch.
+        dtype: Of the maps.
+    """
+    if isinstance(layer, _WHOLE_CHANNELS):
+        units = (*units[:1], *(1 for _ in units[1:]))
+    keep = (hashed_uniform(key, draw, units) >= layer.p).to(dtype)
+    if isinstance(layer, (nn.AlphaDropout, nn.FeatureAlphaDropout)):
+        scale = ((1 - layer.p) * (1 + layer.p * _ALPHA**2)) ** -0.5 if layer.p < 1 else 0.0
+        return keep * scale, (_ALPHA * (1 - keep) - _ALPHA * layer.p) * scale
+    return (keep / (1 - layer.p) if layer.p < 1 else keep), None
+
+
+def dropout_key(seed: int, name: str, call: int) -> int:
+    """Returns the key of a layer's masks in its n-th call of a pass, from 1."""
+    return derive_seed(seed, "dropout", name, call)
+
+
+class DropoutSites:
+    """Has a function answer for every dropout layer of a model in eval mode, which must be our own: it sets hooks.
+
+    Args:
+        model: A twin.
+        answer: Takes layer, name, number of the call in this pass, and what the layer returned, its input.
+    """
+
+    def __init__(self, model: nn.Module, answer: Callable[[_DropoutNd, str, int, Tensor], Tensor]) -> None:
+        self._answer = answer
         self._calls: dict[str, int] = {}
+        for name, layer in dropout_layers(model).items():
+            layer.register_forward_hook(self._make_hook(name))
 
-    def select(self, draw: Tensor) -> None:
-        """Chooses the draw for the coming forward pass."""
-        self.draw = draw
+    def begin(self) -> None:
+        """Starts a forward pass."""
         self._calls.clear()
 
-    def hook(self, name: str) -> Callable[..., Any]:
-        """Makes a forward hook that replaces what a dropout layer in eval mode returns, its input."""
+    def _make_hook(self, name: str) -> Callable[..., Any]:
+        def hook(layer: _DropoutNd, _: Any, output: Tensor) -> Tensor:
+            self._calls[name] = call = self._calls.get(name, 0) + 1
+            return self._answer(layer, name, call, output)
 
-        def apply(layer: _DropoutNd, args: tuple[Any, ...], output: Tensor) -> Tensor:
-            call = self._calls[name] = self._calls.get(name, 0) + 1
-            key = derive_seed(self.seed, "dropout", name, call)
-            units = tuple(output.shape[1:])
-            if isinstance(layer, _WHOLE_CHANNELS):
-                units = (*units[:1], *(1 for _ in units[1:]))
-            keep = (hashed_uniform(key, self.draw, units) >= layer.p).to(output.dtype)
-            if isinstance(layer, (nn.AlphaDropout, nn.FeatureAlphaDropout)):
-                scale = ((1 - layer.p) * (1 + layer.p * _ALPHA**2)) ** -0.5 if layer.p < 1 else 0.0
-                return (output * keep + _ALPHA * (1 - keep)) * scale - scale * _ALPHA * layer.p
-            return output * (keep / (1 - layer.p) if layer.p < 1 else keep)
-
-        return apply
-
-
-@contextmanager
-def dropout_masks(model: nn.Module, seed: int) -> Iterator[DropoutMasks]:
-    """Makes the dropout layers of a model in eval mode drop units by draw; removes its hooks on exit."""
-    masks = DropoutMasks(seed)
-    hooks = []
-    try:
-        for name, layer in dropout_layers(model).items():
-            hooks.append(layer.register_forward_hook(masks.hook(name)))
-        yield masks
-    finally:
-        for hook in hooks:
-            hook.remove()
+        return hook

@@ -9,15 +9,16 @@ import torch
 from torch import Tensor, nn
 from tqdm.auto import tqdm
 
-from stochbn.inference.engine import Predictor
 from stochbn.inference.predict import check_options, is_loader
 from stochbn.inference.prediction import Average, Link, Prediction, check_logits, join
+from stochbn.inference.stacking import Output
 from stochbn.statistics.calls import Call, call_on_inputs, device_of, unwrap, without_labels
 from stochbn.statistics.items import copy_to, describe, has_rows, map_leaves, num_examples, rows
 from stochbn.statistics.layers import all_batch_norms
 from stochbn.statistics.mini_batches import length, mini_batches
 from stochbn.statistics.normalization import Answering, BatchNormalization
-from stochbn.statistics.restoring import evaluating, preserving_rng
+from stochbn.statistics.restoring import keeping_tensors
+from stochbn.statistics.twin import make_twin
 from stochbn.uncertainty import class_indices
 
 # A pass holds as many mini-batches as fit into this many examples.
@@ -64,25 +65,23 @@ def exact_predict(
     """
     check_options(num_samples=num_samples, chunk_size=chunk_size, link=link)
     model = unwrap(model)
-    layers = all_batch_norms(model)
     device = device_of(model)
-    called = Predictor(model, call or call_on_inputs)
+    twin = make_twin(model)  # the model itself is never touched
+    called = Output(twin, call or call_on_inputs)
     take = call is None and is_loader(inputs)
     batches = inputs if is_loader(inputs) else [inputs]
     rounds = (length(batches) or 0) * num_samples or None
     results = []
-    normalization = BatchNormalization(layers, record=False)
+    normalization = BatchNormalization(all_batch_norms(twin), record=False)
     with (
         torch.no_grad(),
-        preserving_rng(device),
-        evaluating(model),
+        keeping_tensors(twin),
         Answering(normalization.answer),
         tqdm(total=rounds, desc="exact", unit="sample", disable=not progress, leave=False) as bar,
     ):
-        torch.manual_seed(seed)
         companions = [
             copy_to(item if call else without_labels(item), device)
-            for item in _companions(loader, batch_size, num_samples)
+            for item in _companions(loader, batch_size, num_samples, seed)
         ]
         for item in batches:
             item = copy_to(without_labels(item) if take else item, device)
@@ -207,13 +206,15 @@ def lower_bound(
     return LowerBound(log_probs.gather(2, indices).squeeze(2))
 
 
-def _companions(loader: Iterable[Any], batch_size: int | None, num_samples: int) -> list[Any]:
-    """Reads S times M − 1 training examples."""
-    found = [
-        rows(item, start + 1, start + size)
-        for item, count, size in mini_batches(loader, batch_size=batch_size, num_batches=num_samples)
-        for start in range(0, count * size, size)
-    ]
+def _companions(loader: Iterable[Any], batch_size: int | None, num_samples: int, seed: int) -> list[Any]:
+    """Reads S times M − 1 training examples, while torch's generator has this seed."""
+    with torch.random.fork_rng(devices=[]):
+        torch.default_generator.manual_seed(seed)
+        found = [
+            rows(item, start + 1, start + size)
+            for item, count, size in mini_batches(loader, batch_size=batch_size, num_batches=num_samples)
+            for start in range(0, count * size, size)
+        ]
     if len(found) < num_samples:
         raise ValueError(
             f"Expected at least num_samples={num_samples} mini-batches of training data, got {len(found)}. "

@@ -1,8 +1,10 @@
 """Model × draws × inputs → prediction: (1/S) Σ_s p(y | x, μ_s, σ_s), eq. 3 with r(μ) r(σ) for p(μ, σ | x)."""
 
+import copy
 from collections.abc import Mapping, Sequence
 from typing import Any, Literal, get_args
 
+import torch
 from torch import Tensor, nn
 from tqdm.auto import tqdm
 
@@ -10,12 +12,13 @@ from stochbn.distributions.base import Distribution
 from stochbn.distributions.draws import Draws
 from stochbn.distributions.seeds import member_seed, random_seed
 from stochbn.inference.adaptive import MAX_DRAWS, predict_adaptively
-from stochbn.inference.engine import Network, Source
+from stochbn.inference.network import Network, Source
 from stochbn.inference.prediction import Average, Link, Prediction, join
-from stochbn.statistics.calls import Call, call_on_inputs, call_on_item, unwrap
+from stochbn.statistics.calls import Call, call_on_inputs, unwrap, without_labels
 from stochbn.statistics.checks import check_whole
 from stochbn.statistics.mini_batches import check_loader, length
-from stochbn.statistics.restoring import preserving_rng
+
+_BATCH = (Tensor, tuple, Mapping)  # what is one batch; anything else is iterated over
 
 
 def predict(
@@ -84,37 +87,147 @@ def predict(
         >>> pred.samples.shape, pred.entropy.shape
         (torch.Size([50, 5, 3]), torch.Size([5]))
     """
-    adaptive = num_samples == "auto"
-    draws = MAX_DRAWS if num_samples == "auto" else num_samples
-    if isinstance(draws, str):
-        raise TypeError(f'Expected num_samples to be a whole number or "auto", got {num_samples!r}. Pass one of these.')
-    check_options(num_samples=draws, chunk_size=chunk_size, link=link)
-    if not tolerance > 0:
-        raise ValueError(
-            f"Expected a tolerance above 0, got {tolerance}. Pass 0.1, say; the entropy of ten classes goes up to 2.3."
+    networks = _networks(
+        model,
+        stats,
+        call or call_on_inputs,
+        num_samples=num_samples,
+        tolerance=tolerance,
+        seed=seed,
+        link=link,
+        dropout=dropout,
+        chunk_size=chunk_size,
+        compiles=compile,
+        num_batches=1 if isinstance(inputs, _BATCH) else length(inputs),
+    )
+    return _predict(
+        networks,
+        inputs,
+        tolerance=tolerance if num_samples == "auto" else None,
+        link=link,
+        takes_items=call is not None,
+        chunk_size=chunk_size,
+        keep_samples=keep_samples,
+        progress=progress,
+    )
+
+
+class Predictor:
+    """A model, or several, prepared to predict: validated, drawn, copied and laid out once, to be called often.
+
+    It is a snapshot: training the model further does not change it. The first call with inputs of a new shape captures
+    the forward pass, which takes a second or so; `warm_up` does that ahead. Later calls cost the arithmetic. Threads
+    may share one. It can be pickled and copied; what was captured is then captured again.
+
+    Args:
+        model: As in `predict`, and so are all the others.
+        stats: As there.
+        num_samples: As there.
+        tolerance: As there.
+        seed: As there.
+        link: As there.
+        dropout: As there.
+        call: As there.
+        chunk_size: As there.
+        compile: As there.
+        keep_samples: As there.
+
+    Examples:
+        >>> import stochbn, torch
+        >>> model = nn.Sequential(nn.Linear(2, 8), nn.BatchNorm1d(8, momentum=None), nn.ReLU(), nn.Linear(8, 3))
+        >>> loader = [torch.randn(16, 2) for _ in range(20)]
+        >>> for x in loader:
+        ...     _ = model(x)
+        >>> predictor = Predictor(model, stochbn.fit(model, loader, progress=False), num_samples=256)
+        >>> predictor(torch.randn(5, 2))
+        Prediction(5×3, link='softmax', num_samples=256)
+    """
+
+    def __init__(
+        self,
+        model: nn.Module | Sequence[nn.Module],
+        stats: Source | Sequence[Source],
+        *,
+        num_samples: int | Literal["auto"] = 50,
+        tolerance: float = 0.1,
+        seed: int | None = 0,
+        link: Link = "softmax",
+        dropout: bool = False,
+        call: Call | None = None,
+        chunk_size: int | None = None,
+        compile: bool = False,  # noqa: A002
+        keep_samples: bool = True,
+    ) -> None:
+        models, sources = _pair(model, stats)
+        self._networks = _networks(
+            [_snapshot(unwrap(one)) for one in models],
+            sources,
+            call or call_on_inputs,
+            num_samples=num_samples,
+            tolerance=tolerance,
+            seed=seed,
+            link=link,
+            dropout=dropout,
+            chunk_size=chunk_size,
+            compiles=compile,
+            num_batches=None,
         )
-    if adaptive and compile:
-        raise ValueError(
-            'Expected compile=True with a fixed num_samples, got "auto", where batches shrink. Choose one.'
-        )
-    seed = random_seed() if seed is None else check_whole("seed", seed, -(2**63))
-    call = call or (call_on_inputs if isinstance(inputs, (Tensor, tuple, Mapping)) else call_on_item)
-    networks = _networks(model, stats, call, num_samples=draws, seed=seed, dropout=dropout, compiles=compile)
-    if adaptive and all(network.num_draws == 1 for network in networks):
-        raise ValueError(
-            'Expected draws to take for num_samples="auto", got a plain network. Pass statistics, or dropout=True.'
-        )
-    batches = inputs if is_loader(inputs) else [inputs]
+        self._options: dict[str, Any] = {
+            "tolerance": tolerance if num_samples == "auto" else None,
+            "link": link,
+            "takes_items": call is not None,
+            "chunk_size": chunk_size,
+            "keep_samples": keep_samples,
+        }
+
+    def __call__(self, inputs: Any, *, progress: bool = False) -> Prediction:
+        """Predicts as `predict` does, for a batch or for a loader."""
+        return _predict(self._networks, inputs, **self._options, progress=progress)
+
+    def warm_up(self, inputs: Any) -> "Predictor":
+        """Does what a first call with such inputs would have to do, and returns the predictor."""
+        self(inputs)
+        return self
+
+    def to(self, device: torch.device | str) -> "Predictor":
+        """Returns a predictor on another device. Changes nothing."""
+        moved = copy.copy(self)
+        moved._networks = [network.to(torch.device(device)) for network in self._networks]
+        return moved
+
+    def __repr__(self) -> str:
+        networks = self._networks
+        names = ", ".join(type(network.model).__name__ for network in networks)
+        return f"Predictor({names}, num_samples={sum(network.num_draws for network in networks)})"
+
+
+def _snapshot(model: nn.Module) -> nn.Module:
+    copied = copy.deepcopy(model)
+    return copied.eval().requires_grad_(False)
+
+
+def _predict(
+    networks: list[Network],
+    inputs: Any,
+    *,
+    tolerance: float | None,
+    link: Link,
+    takes_items: bool,
+    chunk_size: int | None,
+    keep_samples: bool,
+    progress: bool,
+) -> Prediction:
+    """Predicts batch after batch; with a tolerance, adaptively."""
+    has_batches = is_loader(inputs)
+    batches = inputs if has_batches else [inputs]
     rounds = (length(batches) or 0) * sum(network.num_draws for network in networks)
     results = []
-    with (
-        preserving_rng(networks[0].device),
-        tqdm(
-            total=None if adaptive else rounds or None, desc="predict", unit="draw", disable=not progress, leave=False
-        ) as bar,
-    ):
+    total = None if tolerance is not None else rounds or None
+    with tqdm(total=total, desc="predict", unit="draw", disable=not progress, leave=False) as bar:
         for item in batches:
-            if adaptive:
+            if has_batches and not takes_items:
+                item = without_labels(item)
+            if tolerance is not None:
                 results.append(
                     predict_adaptively(
                         networks, item, link, tolerance=tolerance, chunk_size=chunk_size, update=bar.update
@@ -123,17 +236,16 @@ def predict(
                 continue
             average = Average(link, keep_samples)
             for network in networks:
-                with network.active():
-                    for outputs in network.run(item, chunk_size):
-                        average.add(outputs, 1 / network.num_draws, network.temperature)
-                        bar.update(len(outputs))
+                for outputs in network.run(item, chunk_size):
+                    average.add(outputs, 1 / network.num_draws, network.temperature)
+                    bar.update(len(outputs))
             results.append(average.prediction())
     return join(results)
 
 
 def is_loader(inputs: Any) -> bool:
     """Returns whether inputs are batches to iterate over; tensors, tuples and mappings are one batch."""
-    if isinstance(inputs, (Tensor, tuple, Mapping)):
+    if isinstance(inputs, _BATCH):
         return False
     check_loader(inputs)
     return True
@@ -152,12 +264,56 @@ def _networks(
     stats: Source | Sequence[Source],
     call: Call,
     *,
-    num_samples: int,
-    seed: int,
+    num_samples: int | Literal["auto"],
+    tolerance: float,
+    seed: int | None,
+    link: Link,
     dropout: bool,
+    chunk_size: int | None,
     compiles: bool,
+    num_batches: int | None,
 ) -> list[Network]:
-    models = list(model) if isinstance(model, (list, tuple, nn.ModuleList)) else [model]
+    """Checks all options, and returns each model with its draws."""
+    adaptive = num_samples == "auto"
+    draws = MAX_DRAWS if num_samples == "auto" else num_samples
+    if isinstance(draws, str):
+        raise TypeError(f'Expected num_samples to be a whole number or "auto", got {num_samples!r}. Pass one of these.')
+    check_options(num_samples=draws, chunk_size=chunk_size, link=link)
+    if not tolerance > 0:
+        raise ValueError(
+            f"Expected a tolerance above 0, got {tolerance}. Pass 0.1, say; the entropy of ten classes goes up to 2.3."
+        )
+    if adaptive and compiles:
+        raise ValueError(
+            'Expected compile=True with a fixed num_samples, got "auto", where batches shrink. Choose one.'
+        )
+    seed = random_seed() if seed is None else check_whole("seed", seed, -(2**63))
+    models, sources = _pair(model, stats)
+    networks = [
+        Network(
+            unwrap(one),
+            call,
+            source,
+            num_samples=draws,
+            seed=member_seed(seed, index),
+            dropout=dropout,
+            compiles=compiles,
+            num_batches=num_batches,
+        )
+        for index, (one, source) in enumerate(zip(models, sources, strict=True))
+    ]
+    if adaptive and all(network.num_draws == 1 for network in networks):
+        raise ValueError(
+            'Expected draws to take for num_samples="auto", got a plain network. Pass statistics, or dropout=True.'
+        )
+    return networks
+
+
+def _pair(
+    model: nn.Module | Sequence[nn.Module], stats: Source | Sequence[Source]
+) -> tuple[list[nn.Module], list[Source]]:
+    """Lists models and the sources of their draws."""
+    models: list[Any] = list(model) if isinstance(model, (list, tuple, nn.ModuleList)) else [model]
     if not models:
         raise ValueError("Expected a model or a sequence of models, got an empty sequence.")
     sources: list[Any] = list(stats) if isinstance(stats, (list, tuple)) else [stats]
@@ -174,15 +330,4 @@ def _networks(
             f"Expected one distribution a model, got {len(sources)} for {len(models)} models. "
             "Fit each model on its own: [stochbn.fit(model, loader) for model in models]."
         )
-    return [
-        Network(
-            unwrap(m),
-            call,
-            source,
-            num_samples=num_samples,
-            seed=member_seed(seed, index),
-            dropout=dropout,
-            compiles=compiles,
-        )
-        for index, (m, source) in enumerate(zip(models, sources, strict=True))
-    ]
+    return models, sources

@@ -91,8 +91,6 @@ class Average:
 
     def add(self, outputs: Tensor, weight: float = 1.0, temperature: float = 1.0) -> None:
         """Takes raw outputs of some draws, each of which counts by `weight`."""
-        if outputs.shape[1] == 0:
-            raise ValueError("Expected at least one input, got an empty batch. Leave empty batches out.")
         samples = apply_link(outputs, self.link, temperature)
         finite = samples.isfinite()
         if not finite.all():

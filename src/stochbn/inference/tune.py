@@ -19,14 +19,13 @@ from tqdm.auto import tqdm
 from stochbn.distributions.base import Distribution, Tuning
 from stochbn.distributions.draws import Draws
 from stochbn.distributions.seeds import member_seed, random_seed
-from stochbn.inference.engine import Network, warn_of_dropout
+from stochbn.inference.network import Network, warn_of_dropout
 from stochbn.inference.prediction import check_logits
 from stochbn.statistics.calls import Call, call_on_item, unwrap
 from stochbn.statistics.checks import check_whole
 from stochbn.statistics.items import describe
 from stochbn.statistics.mini_batches import check_loader, length
 from stochbn.statistics.normalization import widen
-from stochbn.statistics.restoring import preserving_rng
 from stochbn.uncertainty import class_indices
 
 SPREADS = tuple(2 ** (step / 2) for step in range(-2, 5))  # 0.5, 0.71, 1, …, 4
@@ -197,7 +196,6 @@ class _HeldOut:
         total, count = torch.zeros(len(spreads), len(self.temperatures), dtype=torch.float64), 0
         with (
             torch.no_grad(),
-            preserving_rng(networks[0].device),
             tqdm(total=length(self.loader), desc=title, unit="batch", disable=not self.progress, leave=False) as bar,
         ):
             for item in self.loader:
@@ -230,6 +228,7 @@ class _HeldOut:
             seed=seed,
             dropout=self.dropout,
             num_masks=self.num_samples,
+            num_batches=(length(self.loader) or 0) * len(spreads) or None,
         )
 
     def _labels(self, item: Any) -> Tensor:
@@ -242,14 +241,13 @@ class _HeldOut:
         """Returns the sum over a batch of −log of the mean p(y | x) over the draws of one spread, by temperature."""
         mean = torch.zeros(len(self.temperatures), *labels.shape, device=labels.device)  # of p(y | x)
         for network in networks:
-            with network.active():
-                for outputs in network.run(item, None, row * self.num_samples, (row + 1) * self.num_samples):
-                    outputs = widen(outputs)  # (s, N, K, *)
-                    self._check(outputs, row)
-                    index = class_indices(outputs[0], labels).expand(len(outputs), *[-1] * (outputs.dim() - 1))
-                    for column, temperature in enumerate(self.temperatures):
-                        probs = (outputs / temperature).softmax(2).gather(2, index).squeeze(2)
-                        mean[column] += probs.sum(0)
+            for outputs in network.run(item, None, row * self.num_samples, (row + 1) * self.num_samples):
+                outputs = widen(outputs)  # (s, N, K, *)
+                self._check(outputs, row)
+                index = class_indices(outputs[0], labels).expand(len(outputs), *[-1] * (outputs.dim() - 1))
+                for column, temperature in enumerate(self.temperatures):
+                    probs = (outputs / temperature).softmax(2).gather(2, index).squeeze(2)
+                    mean[column] += probs.sum(0)
         mean /= len(networks) * self.num_samples
         return -mean.clamp_min_(torch.finfo(mean.dtype).tiny).log_().flatten(1).sum(1, dtype=torch.float64).cpu()
 

@@ -1,29 +1,10 @@
-"""What a pass may change of a model or a process, put back as it was."""
+"""What a forward pass binds again in a model, put back as it was."""
 
 import operator
 from collections.abc import Iterator
 from contextlib import contextmanager
 
-import torch
 from torch import Tensor, nn
-from torch.nn.modules.dropout import _DropoutNd
-
-
-@contextmanager
-def evaluating(model: nn.Module, *, dropout: bool = False) -> Iterator[None]:
-    """Puts every module in eval mode, dropout layers in training mode if asked, and each back as it was."""
-    changed = []
-    try:
-        for module in model.modules():
-            wanted = dropout and isinstance(module, _DropoutNd)
-            if module.training != wanted:
-                changed.append((module, module.training))
-                module.training = wanted
-        with keeping_tensors(model):
-            yield
-    finally:
-        for module, mode in changed:
-            module.training = mode
 
 
 @contextmanager
@@ -47,11 +28,3 @@ def keeping_tensors(model: nn.Module) -> Iterator[None]:
                     place[key] = kept[key]
                 else:
                     del place[key]
-
-
-@contextmanager
-def preserving_rng(device: torch.device) -> Iterator[None]:
-    """Restores the state of torch's generators, the CPU's and the device's, on exit."""
-    devices = [device] if device.type == "cuda" else []
-    with torch.random.fork_rng(devices=devices):
-        yield

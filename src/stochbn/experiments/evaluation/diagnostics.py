@@ -19,7 +19,7 @@ from stochbn.experiments.training.recipes import Recipe
 from stochbn.statistics.layers import find_layers
 from stochbn.statistics.mini_batches import mini_batches
 from stochbn.statistics.normalization import Answering, BatchNormalization
-from stochbn.statistics.restoring import evaluating
+from stochbn.statistics.twin import make_twin
 
 # How many inputs, drawn at random: of each part for exact inference (at most a quarter), and of the training data for
 # the bound (at most a tenth).
@@ -72,20 +72,19 @@ def _compare_statistics(
     of log(σ² + ε): the distance of σ to its Log-normal is the same, since it does not change under the logarithm. A
     channel that never varies has no distance (NaN).
     """
-    layers = find_layers(network)
+    twin, layers = make_twin(network), find_layers(network)
     num_batches = 0
     normalization = BatchNormalization(layers)
     with (
         torch.random.fork_rng(devices=[]),
         torch.no_grad(),
-        evaluating(network),
         Answering(normalization.answer),
     ):
         torch.manual_seed(DRAW_SEED)  # of augmentation, as in the fit
         batches = training_batches(training, recipe)
         for inputs, count, _ in mini_batches(batches, batch_size=recipe.mini_batch_size):
             normalization.num_batches = count
-            network(inputs)
+            twin(inputs)
             num_batches += count
         observed = normalization.observed.take()
     tensors = {}

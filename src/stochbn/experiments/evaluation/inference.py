@@ -17,7 +17,7 @@ from stochbn.experiments.methods import Drawing
 from stochbn.experiments.training.networks import LAST_STAGES
 from stochbn.experiments.training.recipes import Recipe
 from stochbn.experiments.training.train import augment
-from stochbn.inference.engine import Source
+from stochbn.inference.network import Source
 from stochbn.inference.prediction import Average, Link
 from stochbn.statistics.layers import all_batch_norms
 

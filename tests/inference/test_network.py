@@ -1,18 +1,28 @@
-"""The engine against a naive loop, on models that make sharing hard."""
+"""Both paths against a naive loop, on models that make folding and sharing hard; from threads, and interrupted."""
 
 import copy
+import random
+import signal
+import threading
+import time
 import warnings
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
+from torch.overrides import TorchFunctionMode
 from torch.utils.flop_counter import FlopCounterMode
 
 import stochbn
 from oracles import calibrate, naive
+from stochbn.inference.prediction import Average
 
 ROUNDING = {"rtol": 1e-4, "atol": 1e-6}
+
+pytestmark = pytest.mark.usefixtures("path")  # each test on both
 
 
 @pytest.fixture(autouse=True)
@@ -67,13 +77,17 @@ def flops(model: nn.Module, stats: stochbn.Factorized, x: Tensor, **options: obj
     return {str(op): count for op, count in counter.get_flop_counts()["Global"].items()}
 
 
-def test_what_precedes_the_first_draw_is_computed_once(images: list[Tensor]) -> None:
+def test_what_precedes_the_first_draw_is_computed_once(images: list[Tensor], path: str) -> None:
+    if path == "stacked":
+        pytest.skip("without a graph nothing is shared")
     model = Net()
     every, last = fitted(model, images), fitted(model, images, layers=["norm2"])
     first_conv = 2 * 8 * 64 * 3 * 9 * 6  # rows, places, channels in, kernel, channels out
     second_conv = 2 * 8 * 64 * 6 * 9 * 6
     for chunk_size in (4, 12):
         options = {"num_samples": 12, "chunk_size": chunk_size}
+        for stats in (every, last):
+            stochbn.predict(model, stats, images[0], **options)  # captures
         assert flops(model, every, images[0], **options)["aten.convolution"] == first_conv + 12 * second_conv
         assert flops(model, last, images[0], **options)["aten.convolution"] == first_conv + second_conv
 
@@ -328,31 +342,21 @@ def test_the_model_keeps_its_weights_and_their_layout(images: list[Tensor]) -> N
         assert value.stride() == stride
 
 
-def test_stacks_are_bounded_in_bytes(images: list[Tensor], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_chunks_are_bounded_in_bytes(images: list[Tensor], monkeypatch: pytest.MonkeyPatch, path: str) -> None:
     model = Net()
     stats = fitted(model, images)
     whole = stochbn.predict(model, stats, images[0][:1], num_samples=12)
     sizes = []
-    stack = torch.func.vmap
-
-    def watched(function, **options):
-        def run(*draws):
-            sizes.append(len(draws[0]))
-            return stack(function, **options)(*draws)
-
-        return run
-
-    monkeypatch.setattr("stochbn.inference.engine.vmap", watched)
+    add = Average.add
+    monkeypatch.setattr(
+        Average, "add", lambda self, outputs, *args: (sizes.append(len(outputs)), add(self, outputs, *args))
+    )
     a_draw = 4 * 6 * 64  # bytes of the largest activation
-    monkeypatch.setattr("stochbn.inference.engine.STACKED_BYTES", 5 * a_draw)
+    monkeypatch.setattr("stochbn.inference.network.CHUNK_BYTES", 5 * a_draw)
     again = stochbn.predict(model, stats, images[0][:1], num_samples=12)
-    assert sizes == [5, 5, 2]
-    sizes.clear()
-    new = copy.deepcopy(model)
-    pred = stochbn.predict(new, stats, images[0][:1], num_samples=12)
-    assert sizes == [1, 5, 5, 1]  # before the size of an activation is known, it is guessed to be larger
-    for other in (again, pred):
-        torch.testing.assert_close(other.samples, whole.samples, **ROUNDING)
+    # Stacked, the largest activation is not known, and is guessed to be larger.
+    assert sizes == ([4, 4, 4] if path == "captured" else [1] * 12)
+    torch.testing.assert_close(again.samples, whole.samples, **ROUNDING)
 
 
 def test_networks_that_were_just_drawn_are_not_drawn_again(
@@ -372,3 +376,119 @@ def test_networks_that_were_just_drawn_are_not_drawn_again(
     assert made == [0, 1]
     assert torch.equal(first.probs, second.probs)
     assert not torch.equal(first.probs, other.probs)
+
+
+@pytest.fixture
+def serving(images: list[Tensor]) -> tuple[nn.Module, stochbn.Factorized]:
+    model = Net()
+    return model, fitted(model, images)
+
+
+def test_threads_get_what_they_would_get_alone(
+    serving: tuple[nn.Module, stochbn.Factorized], images: list[Tensor]
+) -> None:
+    """Eight predict single inputs; one fits, one calls the model, one trains another, one draws random numbers."""
+    model, stats = serving
+    inputs = torch.cat(images)[:25]
+    expected = [stochbn.predict(model, stats, x[None], num_samples=6).samples for x in inputs]
+    plain = copy.deepcopy(model).eval()(images[0]).detach()
+    center = stats.layers["norm1"].moments.mean
+    model.eval()
+    done = threading.Event()
+
+    def predict(_: int) -> bool:
+        return all(
+            torch.equal(stochbn.predict(model, stats, x[None], num_samples=6).samples, samples)
+            for x, samples in zip(inputs, expected, strict=True)
+        )
+
+    def until_done(check: Callable[[], bool]) -> bool:
+        results = [check()]
+        while not done.wait(0.01):
+            results.append(check())
+        return all(results)
+
+    def train() -> bool:
+        other = nn.Sequential(nn.Linear(3, 3), nn.BatchNorm1d(3))
+        other(torch.ones(4, 3)).sum().backward()
+        return other.training and other[0].weight.grad is not None
+
+    numbers: list[tuple[float, ...]] = []
+    others: list[Callable[[], bool]] = [
+        lambda: torch.equal(stochbn.fit(model, images, progress=False).layers["norm1"].moments.mean, center),
+        lambda: torch.equal(model(images[0]), plain) and not any(m.training for m in model.modules()),
+        train,
+        lambda: numbers.append(tuple(torch.rand(4).tolist())) is None,
+    ]
+    with ThreadPoolExecutor(12) as pool:
+        beside = [pool.submit(until_done, check) for check in others]
+        try:
+            assert list(pool.map(predict, range(8))) == [True] * 8
+        finally:
+            done.set()
+        assert [future.result() for future in beside] == [True] * 4
+    assert len(set(numbers)) == len(numbers)  # the generator of the process is never set back
+
+
+def test_the_model_is_never_changed_not_even_during_a_call(
+    serving: tuple[nn.Module, stochbn.Factorized], images: list[Tensor]
+) -> None:
+    model, stats = serving
+    model.train()
+    seen: list[bool] = []
+
+    def look() -> dict[str, object]:
+        return {
+            "tensors": [id(t) for t in (*model.parameters(), *model.buffers())],
+            "modes": [m.training for m in model.modules()],
+            "hooks": [(len(m._forward_hooks), len(m._forward_pre_hooks)) for m in model.modules()],
+            "attributes": [sorted(vars(m)) for m in model.modules()],
+        }
+
+    before = look()
+
+    class Watching(TorchFunctionMode):
+        def __torch_function__(self, func, types, args=(), kwargs=None):
+            seen.append(look() == before)
+            return func(*args, **(kwargs or {}))
+
+    with Watching():
+        stochbn.predict(model, stats, images[0], num_samples=3)
+        stochbn.fit(model, images[:3], progress=False)
+        stochbn.exact_predict(model, images, images[0], num_samples=2)
+    assert len(seen) > 20
+    assert all(seen)
+
+
+@pytest.mark.skipif(not hasattr(signal, "setitimer"), reason="needs timers that interrupt")
+def test_interrupts_leave_nothing_behind(serving: tuple[nn.Module, stochbn.Factorized], images: list[Tensor]) -> None:
+    model, stats = serving
+    x = images[0].clone()
+    expected = stochbn.predict(model, stats, x, num_samples=4).samples
+    plain = model.eval()(x).detach()
+    generator = random.Random(0)
+    start = time.perf_counter()
+    stochbn.predict(model, stats, x, num_samples=4)
+    stochbn.fit(model, images[:3], progress=False)
+    duration = time.perf_counter() - start
+    interrupted = 0
+    before = signal.signal(signal.SIGALRM, signal.default_int_handler)
+    try:
+        for _ in range(200):
+            try:
+                signal.setitimer(signal.ITIMER_REAL, max(1e-5, generator.random() * duration))
+                stochbn.predict(model, stats, x, num_samples=4)
+                stochbn.fit(model, images[:3], progress=False)
+                signal.setitimer(signal.ITIMER_REAL, 0)
+            except KeyboardInterrupt:
+                interrupted += 1
+            assert torch.is_grad_enabled()
+            assert torch._C._len_torch_function_stack() == 0 or torch.equal(model(x), plain)
+            assert not any(isinstance(t, torch.Tensor) and t.requires_grad for t in model.buffers())
+            assert all(type(p) is nn.Parameter and p.requires_grad for p in model.parameters())
+    finally:
+        signal.setitimer(signal.ITIMER_REAL, 0)
+        signal.signal(signal.SIGALRM, before)
+    assert interrupted > 50
+    assert torch.equal(model(x), plain)
+    assert torch.equal(stochbn.predict(model, stats, x, num_samples=4).samples, expected)

@@ -1,0 +1,116 @@
+"""Draws × batch → outputs for any model: all draws at once under `vmap`, or one by one, on a twin of the model."""
+
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+from torch.func import functional_call, vmap
+from torch.nn import functional as F
+from torch.utils._pytree import tree_flatten, tree_map, tree_unflatten
+
+from stochbn.inference.affine import normalise_with
+from stochbn.inference.dropout import DropoutSites, dropout_key, dropout_map
+from stochbn.statistics.calls import Call, Called
+from stochbn.statistics.items import copy_to, num_examples
+from stochbn.statistics.layers import buffer_names
+from stochbn.statistics.normalization import Answering, BatchNormCall
+from stochbn.statistics.restoring import keeping_tensors
+from stochbn.statistics.twin import make_twin
+
+
+class Drawn(NamedTuple):
+    """Some draws, each tensor with one row a draw.
+
+    Buffers by name; by layer, what part of its mini-batch an input is; and the draws' indices.
+    """
+
+    buffers: dict[str, Tensor]
+    shares: dict[str, Tensor]
+    indices: Tensor
+
+
+class Output(Called):
+    """A call that returns the tensor to average."""
+
+    def forward(self, item: Any) -> Tensor:
+        output = super().forward(item)
+        output = getattr(output, "logits", output)
+        if not isinstance(output, Tensor) or not (output.is_floating_point() and output.dim()):
+            got = (
+                f"{output.dtype} of shape {list(output.shape)}" if isinstance(output, Tensor) else type(output).__name__
+            )
+            raise TypeError(
+                f"Expected the model to return a floating-point tensor with a row an input, got {got}. "
+                "Pick it out with call=, for example call=lambda model, x: model(x)['out']."
+            )
+        return output
+
+
+class Stacking:
+    """Passes of draws through a twin of a model. For one thread at a time: make one a call.
+
+    Args:
+        model: Left as it is.
+        call: How it is called on an item.
+        dropout_seed: Makes dropout's masks; None for no dropout.
+    """
+
+    def __init__(self, model: nn.Module, call: Call, dropout_seed: int | None) -> None:
+        self.output = Output(make_twin(model), call)
+        self._draw = torch.zeros((), dtype=torch.int64)
+        self._sites: DropoutSites | None = None
+        if dropout_seed is not None:
+
+            def drop(layer: Any, name: str, call: int, x: Tensor) -> Tensor:
+                key = dropout_key(dropout_seed, name, call)
+                scale, shift = dropout_map(layer, key, self._draw, tuple(x.shape[1:]), x.dtype)
+                return x * scale if shift is None else x * scale + shift
+
+            self._sites = DropoutSites(self.output.model, drop)
+
+    def run(self, draws: Drawn, item: Any) -> Tensor:
+        """Runs all draws together: (S, N, …). Raises if the model cannot be vectorised."""
+        flat, structure = tree_flatten(draws)  # what vmap takes apart fastest
+
+        def forward(*values: Tensor) -> Tensor:
+            return self._forward(tree_unflatten(list(values), structure), own)
+
+        own = copy_to(item, draws.indices.device)  # the model may write into what it is given
+        warn_of_loops: Any = torch._C._functorch._set_vmap_fallback_warning_enabled  # type: ignore[attr-defined]
+        warn_of_loops(False)  # within vmap, over what it cannot stack: nothing that a user could change
+        try:
+            with keeping_tensors(self.output.model):  # what is bound under vmap would be dead in the next pass
+                outputs: Tensor = vmap(forward, randomness="different")(*flat)
+            return outputs
+        finally:
+            warn_of_loops(True)
+
+    def run_one_by_one(self, draws: Drawn, item: Any) -> Tensor:
+        """Runs the model as its author meant it, once a draw: (S, N, …)."""
+        outputs = []
+        for index in range(len(draws.indices)):
+            draw = Drawn(*tree_map(lambda values, index=index: values[index], draws))
+            with keeping_tensors(self.output.model):
+                outputs.append(self._forward(draw, copy_to(item, draw.indices.device)))
+        return torch.stack(outputs)
+
+    def _forward(self, draw: Drawn, item: Any) -> Tensor:
+        if self._sites is not None:
+            self._draw = draw.indices
+            self._sites.begin()
+        buffers = {f"model.{name}": values for name, values in draw.buffers.items()}
+        shares = {id(draw.buffers[buffer_names(name)[0]]): share for name, share in draw.shares.items()}
+        drawn = {id(values) for values in draw.buffers.values()}
+
+        def answer(call: BatchNormCall) -> Tensor:
+            if id(call.running_mean) not in drawn or call.training:
+                return F.batch_norm(*call)
+            return normalise_with(call, shares.get(id(call.running_mean)), num_examples(item))
+
+        try:
+            with Answering(answer):
+                # Without tie_weights=False a layer that two parents share would get its drawn buffers back as its own.
+                output: Tensor = functional_call(self.output, buffers, (item,), tie_weights=False)
+            return output
+        finally:
+            drawn.clear()  # should an interrupt have left the context active, it does nothing

@@ -1,0 +1,36 @@
+"""Passes on a twin: all draws together are the draws one by one."""
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import stochbn
+from oracles import naive
+from stochbn.inference.stacking import Drawn, Stacking
+from stochbn.statistics.calls import call_on_inputs
+
+
+def test_together_and_one_by_one(dropout_model: nn.Module, batches: list[Tensor], x: Tensor) -> None:
+    stats = stochbn.fit(dropout_model, batches, progress=False)
+    draws = stats.sample(6, seed=0)
+    drawn = Drawn(dict(draws.match(dropout_model).buffers), {}, torch.arange(6))
+    for seed in (None, 3):
+        stacking = Stacking(dropout_model, call_on_inputs, seed)
+        with torch.no_grad():
+            together, apart = stacking.run(drawn, x), stacking.run_one_by_one(drawn, x)
+        torch.testing.assert_close(together, apart, rtol=1e-4, atol=1e-5)
+        if seed is None:
+            expected = naive(dropout_model, draws, x)
+            torch.testing.assert_close(apart.softmax(2), expected, rtol=1e-4, atol=1e-5)
+        else:
+            assert (apart[0] - apart[1]).abs().max() > 1e-2
+
+
+def test_what_a_model_returns_is_checked(x: Tensor) -> None:
+    class Several(nn.Sequential):
+        def forward(self, x: Tensor) -> dict[str, Tensor]:
+            return {"out": super().forward(x)}
+
+    stacking = Stacking(Several(nn.Flatten()), call_on_inputs, None)
+    with pytest.raises(TypeError, match=r"floating-point tensor with a row an input, got dict.*call=lambda"):
+        stacking.run_one_by_one(Drawn({}, {}, torch.arange(1)), x)
