@@ -7,6 +7,7 @@ import itertools
 import time
 from collections.abc import Mapping
 from dataclasses import asdict, replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -84,16 +85,7 @@ def evaluate_network(
     """Writes the predictions of one trained network, by all its methods, and returns their file.
 
     Each method is written as soon as it is computed. What an interrupted call has computed is kept by the next.
-
-    Args:
-        experiment: It belongs to.
-        recipe: It was trained by.
-        seed: It was trained with.
-        folder: Where the file goes, under `predictions/`.
-        num_samples: S; by default that of the data set's protocol.
-        data: Where you keep the published data files, asked before any download.
-        splits: The parts of the data, if they are already loaded.
-        console: Where progress goes.
+    Arguments are those of `evaluate`; `splits` are the parts of the data, if they are already loaded.
 
     Raises:
         CheckpointError: The network is not trained to the end, or by another recipe.
@@ -108,9 +100,7 @@ def evaluate_network(
     def make() -> File:
         parts = splits or load_splits(recipe, data)
         common = _describe(experiment, checkpoint, parts) | identity | provenance(command)
-        trained = TrainedNetwork(
-            network, recipe, seed, parts, num_fit_batches=protocol.num_fit_batches, progress=console.is_terminal
-        )
+        trained = TrainedNetwork(network, recipe, seed, parts, protocol.num_fit_batches, console.is_terminal)
         return _predict(trained, protocol, path, common, console)
 
     title = f"{recipe.name} seed {seed}: predicted test, out-of-domain and validation data"
@@ -119,12 +109,7 @@ def evaluate_network(
 
 
 def diagnose(
-    experiment: Experiment,
-    folder: Path,
-    *,
-    num_samples: int | None = None,
-    splits: Mapping[str, Split],
-    console: Console,
+    experiment: Experiment, folder: Path, *, num_samples: int | None, splits: Mapping[str, Split], console: Console
 ) -> None:
     """Measures the first plain network, if it is trained, and picks the gallery from the predictions of all."""
     recipe, path = experiment.recipe, diagnostics_path(folder)
@@ -138,12 +123,8 @@ def diagnose(
             "curve": asdict(protocol.curve),
             "has_appendices": protocol.has_appendices,
         }
-        job = Job(
-            f"{recipe.name} seed 0: diagnostics",
-            path,
-            identity,
-            lambda: measure(network, recipe, splits, protocol, console=console),
-        )
+        make = partial(measure, network, recipe, splits, protocol, console=console)
+        job = Job(f"{recipe.name} seed 0: diagnostics", path, identity, make)
         complete([job], command=_command(experiment, num_samples), console=console)
     elif not path.exists():
         console.print(f"{recipe.name} seed 0 is not trained: no diagnostics", highlight=False)
@@ -207,25 +188,21 @@ def _predict(trained: TrainedNetwork, protocol: Protocol, path: Path, common: di
     """Predicts by every method, on top of what the file already holds of the same network."""
     recipe, splits = trained.recipe, trained.splits
     tensors, records = _resume(path, common)
-    tensors |= {"labels": splits["test"].labels.to(torch.uint8)}
-    tensors |= {"labels/validation": splits["validation"].labels.to(torch.uint8)}
+    for name, part in (("labels", "test"), ("labels/validation", "validation")):
+        tensors[name] = splits[part].labels.to(torch.uint8)
     left = [method for method in protocol.methods(recipe) if method.key not in records]
     for alike, group in itertools.groupby(left, lambda method: replace(method.drawing, spread=None)):
         methods, start = list(group), time.perf_counter()
         most, drawings = common["draws"][methods[0].key], [method.drawing for method in methods]
         compiles = protocol.compiles_ends and alike.layers != "all"
         for part in PREDICTED:
-            predictions = trained.predict_together(drawings, splits[part], num_samples=most, compiles=compiles)
+            predictions = trained.predict_together(drawings, splits[part], num_samples=most, compile=compiles)
             for method, prediction in zip(methods, predictions, strict=True):
                 tensors |= pack(prediction, method.key, part)
         seconds = time.perf_counter() - start
+        record = {"seconds": round(seconds / len(methods), 1), "commit": common["commit"]}
         records |= {
-            method.key: {
-                "num_samples": trained.num_draws(method.drawing, most),
-                "seconds": round(seconds / len(methods), 1),
-                "commit": common["commit"],
-            }
-            for method in methods
+            method.key: {"num_samples": trained.num_draws(method.drawing, most), **record} for method in methods
         }
         done = {key: common["draws"][key] for key in records}
         File(common | {"draws": done, "methods": records}, tensors).write(path)

@@ -21,7 +21,7 @@ from stochbn.experiments.data.sources import cache_dir
 from stochbn.experiments.data.splits import Split
 from stochbn.experiments.evaluation.diagnostics import choose_rows
 from stochbn.experiments.evaluation.evaluate import finished_runs, load_splits
-from stochbn.experiments.evaluation.inference import TrainedNetwork, input_batches, predict, training_batches, tune
+from stochbn.experiments.evaluation.inference import TrainedNetwork, infer_exactly, predict, tune
 from stochbn.experiments.evaluation.jobs import Job, complete
 from stochbn.experiments.files import DRAW_SEED, PARTS, PREDICTED, File
 from stochbn.experiments.methods import METHODS, Drawing, Method
@@ -161,7 +161,7 @@ class Study:
             seed=member_seed(DRAW_SEED, task.seed),
             link="identity",
             dropout=drawing.dropout,
-            compiles=self.compiles,
+            compile=self.compiles,
             keep_samples=True,
             progress=self.console.is_terminal,
         ).samples
@@ -198,13 +198,12 @@ class Study:
         tensors: dict[str, Tensor] = {}
         for part in PARTS:
             index = choose_rows(self.splits[part], self.sizes.num_exact)
-            found = stochbn.exact_predict(
+            found = infer_exactly(
                 self.trained(*task.network).network,
-                training_batches(self.splits["train"], task.recipe),
-                input_batches(self.splits[part][index]),
-                batch_size=task.recipe.mini_batch_size,
+                task.recipe,
+                self.splits["train"],
+                self.splits[part][index],
                 num_samples=2 * self.sizes.num_samples,
-                seed=DRAW_SEED,
                 link="identity",
                 progress=self.console.is_terminal,
             ).samples
