@@ -14,6 +14,7 @@ from io import StringIO
 from multiprocessing.connection import Connection, wait
 from multiprocessing.process import BaseProcess
 from pathlib import Path
+from typing import Any
 
 import torch
 from rich.console import Console
@@ -84,17 +85,12 @@ class _Maker:
     data: Path | None
 
     def __call__(self, run: Run, console: Console) -> None:
-        path = train(run.recipe, run.seed, folder=self.data, console=console)
-        with locked(path, run.name):  # so that a plan shows it as running
-            evaluate_network(
-                self.experiment,
-                run.recipe,
-                run.seed,
-                self.folder,
-                num_samples=self.num_samples,
-                data=self.data,
-                console=console,
-            )
+        with locked(
+            checkpoint_path(run.recipe, run.seed), run.name
+        ):  # until it is evaluated: a plan shows it as running
+            train(run.recipe, run.seed, folder=self.data, console=console, lock=False)
+            options: dict[str, Any] = {"num_samples": self.num_samples, "data": self.data, "console": console}
+            evaluate_network(self.experiment, run.recipe, run.seed, self.folder, **options)
 
     def plan(self) -> list[Run]:
         return plan(self.experiment, self.folder, num_samples=self.num_samples)
