@@ -8,7 +8,16 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from stochbn.experiments.files import PARTS
-from stochbn.experiments.report.scores import NUM_BINS, Output, Ranking, Scored, Values, find_bins, log_loss
+from stochbn.experiments.report.scores import (
+    NUM_BINS,
+    Output,
+    Ranking,
+    Scored,
+    Values,
+    find_bins,
+    log_loss,
+    mean_scores,
+)
 
 NUM_RESAMPLES = 500
 _SEED = 0
@@ -65,14 +74,14 @@ def compare(
         raise ValueError(f"Expected methods with the same networks, got {used}. Compare those alone that have all.")
     prepared = {key: [_Prepared(output, labels) for output in methods[key].outputs] for key in used}
     once = {part: np.ones(count, dtype=np.int64) for part, count in counts.items()}
-    found = {key: _average([output.score(once) for output in prepared[key]]) for key in used}
+    found = {key: mean_scores([output.score(once) for output in prepared[key]]) for key in used}
     varied: dict[str, list[dict[str, float]]] = {key: [] for key in used}
     for _ in range(num_resamples):
         drawn = {part: np.bincount(generator.integers(n, size=n), minlength=n) for part, n in counts.items()}
         networks = generator.integers(num_networks, size=max(1, num_networks - 1))
         for key in used:
             each = [output.score(drawn) for output in prepared[key]]
-            varied[key].append(_average(each if len(each) == 1 else [each[i] for i in networks]))
+            varied[key].append(mean_scores(each if len(each) == 1 else [each[i] for i in networks]))
     return [
         Difference(first, second, _find_intervals(found[first], found[second], varied[first], varied[second]))
         for first, second in pairs
@@ -123,7 +132,3 @@ class _Prepared:
             found = self.ranking.score(np.concatenate([counts[part] for part in PARTS]))
             scores |= {f"{key}_entropy": value for key, value in found.items()}
         return scores
-
-
-def _average(each: Sequence[dict[str, float]]) -> dict[str, float]:
-    return {key: float(np.mean([scores[key] for scores in each])) for key in each[0]}

@@ -4,6 +4,7 @@ A method that needs one network is scored on each seed's: the mean, ± the stand
 are one ensemble of all plain networks: its score, ± the standard deviation over the ensembles that leave one out.
 """
 
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Any, Literal
@@ -247,21 +248,33 @@ def log_loss(probs: Tensor, labels: Tensor) -> Tensor:
 
 def score(results: Results) -> Scores:
     """Scores every method: by its key and the metric's. A metric that has no meaning for a method is left out."""
-    table = {}
-    for key, scored in results.methods.items():
-        found = [measure(output, results.labels) for output in scored.outputs]
-        varied = found if scored.replicas is scored.outputs else [measure(o, results.labels) for o in scored.replicas]
-        counts = {part: len(output.probs) for part, output in scored.outputs[0].items()}
-        table[key] = {
-            metric.key: Score(
-                float(np.mean([scores[metric.key] for scores in found])),
-                float(np.std([scores[metric.key] for scores in varied], ddof=1)) if len(varied) > 1 else None,
-                sum(counts[part] for part in metric.parts),
-            )
-            for metric in METRICS
-            if metric.key in found[0]
-        }
-    return table
+    return {key: score_method(scored, results.labels) for key, scored in results.methods.items()}
+
+
+def score_method(scored: Scored, labels: Tensor) -> dict[str, Score]:
+    """Scores one method, by the metric's key."""
+    found = [measure(output, labels) for output in scored.outputs]
+    varied = found if scored.replicas is scored.outputs else [measure(output, labels) for output in scored.replicas]
+    counts, means = {part: len(output.probs) for part, output in scored.outputs[0].items()}, mean_scores(found)
+    return {
+        metric.key: Score(
+            means[metric.key],
+            float(np.std([scores[metric.key] for scores in varied], ddof=1)) if len(varied) > 1 else None,
+            sum(counts[part] for part in metric.parts),
+        )
+        for metric in METRICS
+        if metric.key in means
+    }
+
+
+def mean_scores(each: Sequence[Mapping[str, float]]) -> dict[str, float]:
+    """Returns the mean of each score.
+
+    Examples:
+        >>> mean_scores([{"nll": 0.1}, {"nll": 0.3}])
+        {'nll': 0.2}
+    """
+    return {key: float(np.mean([scores[key] for scores in each])) for key in each[0]}
 
 
 def ecdf(values: Values, thresholds: Values) -> Values:

@@ -5,10 +5,10 @@ been chosen, and only scored (`measure`).
 """
 
 import tempfile
-from collections.abc import Iterator
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass, field, replace
 from functools import cache
 from pathlib import Path
+from typing import Any
 
 import torch
 from rich.console import Console
@@ -88,38 +88,35 @@ class Task:
         return cache_dir() / "study" / self.recipe.name / f"seed{self.seed}" / f"{self.method.key}.safetensors"
 
 
+@dataclass(eq=False)
 class Study:
     """The networks and the data of an experiment, as far as its draws need them.
 
-    Args:
-        experiment: Which networks.
+    Attributes:
+        experiment: Which networks; `CheckpointError` if none of them has been trained.
         sizes: How much is measured.
         data: Where you keep the published data files.
         compiles: Whether predictions are compiled.
         console: Where progress goes.
-
-    Raises:
-        CheckpointError: No network of the experiment has been trained.
     """
 
-    def __init__(
-        self,
-        experiment: Experiment,
-        sizes: Sizes,
-        *,
-        data: Path | None = None,
-        compiles: bool = False,
-        console: Console | None = None,
-    ) -> None:
-        self.experiment = experiment
-        self.sizes = sizes
-        self.compiles = compiles
-        self.console = console or Console()
-        self.tasks = list_tasks(finished_runs(experiment, self.console), sizes.num_compared)
-        self.splits = load_splits(experiment.recipe, data)
-        other = self.splits["out-of-domain"]
-        self.splits["out-of-domain"] = other[choose_rows(other, sizes.num_other)]
-        self.corrupted = corrupt_all(self.splits["test"], sizes.num_corrupted)
+    experiment: Experiment
+    sizes: Sizes
+    data: Path | None = None
+    compiles: bool = False
+    console: Console = field(default_factory=Console)
+
+    def __post_init__(self) -> None:
+        self.tasks = list_tasks(finished_runs(self.experiment, self.console), self.sizes.num_compared)
+        self.splits = load_splits(self.experiment.recipe, self.data)
+        other, test = self.splits["out-of-domain"], self.splits["test"]
+        self.splits["out-of-domain"] = other[choose_rows(other, self.sizes.num_other)]
+        chosen = test[choose_rows(test, self.sizes.num_corrupted)]
+        self.corrupted = {
+            f"{kind} {strength}": replace(chosen, images=corrupt(chosen.images, kind, strength))
+            for kind in CORRUPTIONS
+            for strength in STRENGTHS
+        }
         self.trained = cache(self._load)
         self._tune_together = cache(self._tune_ensemble)
 
@@ -153,19 +150,10 @@ class Study:
         if drawing.exhaustive:
             assert isinstance(stats, stochbn.Empirical)
             num_samples = len(stats.observations)
-        found = predict(
-            self.trained(*task.network).network,
-            stats,
-            split,
-            num_samples=num_samples,
-            seed=member_seed(DRAW_SEED, task.seed),
-            link="identity",
-            dropout=drawing.dropout,
-            compile=self.compiles,
-            keep_samples=True,
-            progress=self.console.is_terminal,
-        ).samples
-        return _to_log_probs(found)
+        options: dict[str, Any] = {"num_samples": num_samples, "dropout": drawing.dropout, "compile": self.compiles}
+        options |= {"seed": member_seed(DRAW_SEED, task.seed), "progress": self.console.is_terminal}
+        network = self.trained(*task.network).network
+        return _to_log_probs(predict(network, stats, split, link="identity", keep_samples=True, **options))
 
     def _to_job(self, task: Task) -> Job:
         members = self._members(task.method.drawing) if task.method.drawing.tuned == "ensemble" else [task]
@@ -195,18 +183,13 @@ class Study:
 
     def _draw_exactly(self, task: Task) -> File:
         """Draws twice S mini-batches on some inputs, to compare each half with the other and what is to come close."""
+        options: dict[str, Any] = {"num_samples": 2 * self.sizes.num_samples, "progress": self.console.is_terminal}
+        network = self.trained(*task.network).network
         tensors: dict[str, Tensor] = {}
         for part in PARTS:
             index = choose_rows(self.splits[part], self.sizes.num_exact)
-            found = infer_exactly(
-                self.trained(*task.network).network,
-                task.recipe,
-                self.splits["train"],
-                self.splits[part][index],
-                num_samples=2 * self.sizes.num_samples,
-                link="identity",
-                progress=self.console.is_terminal,
-            ).samples
+            inputs = self.splits[part][index]
+            found = infer_exactly(network, task.recipe, self.splits["train"], inputs, link="identity", **options)
             tensors |= {part: _to_log_probs(found), f"{part}/index": index}
         return File({}, tensors)
 
@@ -235,19 +218,6 @@ def list_tasks(runs: list[tuple[Recipe, int]], num_compared: int) -> list[Task]:
     return tasks
 
 
-def corrupt_all(test: Split, count: int) -> dict[str, Split]:
-    """Returns some test images at each strength of each corruption, by name, such as "noise 3"."""
-    chosen = test[choose_rows(test, count)]
-    return {part: replace(chosen, images=corrupt(chosen.images, *what)) for part, what in list_corruptions()}
-
-
-def list_corruptions() -> Iterator[tuple[str, tuple[str, int]]]:
-    """Yields the name, kind and strength of every corruption."""
-    for kind in CORRUPTIONS:
-        for strength in STRENGTHS:
-            yield f"{kind} {strength}", (kind, strength)
-
-
 def take_apart(stats: stochbn.Empirical, apart: str) -> stochbn.Empirical:
     """Destroys correlations and keeps the rest: shuffles the mini-batches of each layer or channel by itself.
 
@@ -264,9 +234,9 @@ def take_apart(stats: stochbn.Empirical, apart: str) -> stochbn.Empirical:
     return replace(stats, observations=stats.observations.gather(0, index))
 
 
-def _to_log_probs(outputs: Tensor | None) -> Tensor:
-    assert outputs is not None
-    return outputs.log_softmax(2).half()
+def _to_log_probs(prediction: stochbn.Prediction) -> Tensor:
+    assert prediction.samples is not None
+    return prediction.samples.log_softmax(2).half()
 
 
 def _num_bytes(stats: stochbn.Distribution) -> int:
