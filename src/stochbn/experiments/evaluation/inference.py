@@ -33,22 +33,15 @@ class TrainedNetwork:
     """A trained network with its data, and the distributions that methods draw from, each fitted once.
 
     Networks of different seeds have draws of their own, as members of an ensemble have in `stochbn.predict`.
-
-    Attributes:
-        network: In any mode.
-        recipe: It was trained by.
-        seed: It was trained with.
-        splits: Parts of the data by name: "train" to fit on, "validation" to tune on.
-        num_fit_batches: How many mini-batches the statistics of real mini-batches are taken from; by default from all.
-        progress: Whether to show progress bars.
     """
 
-    network: nn.Module
-    recipe: Recipe
-    seed: int
-    splits: Mapping[str, Split]
+    network: nn.Module  # in any mode
+    recipe: Recipe  # it was trained by
+    seed: int  # it was trained with
+    splits: Mapping[str, Split]  # parts of the data by name: "train" to fit on, "validation" to tune on
+    # How many mini-batches the statistics of real mini-batches are taken from; by default from all
     num_fit_batches: int | None = None
-    progress: bool = False
+    progress: bool = False  # whether to show progress bars
 
     def __post_init__(self) -> None:
         self.distribution = cache(self._distribution)

@@ -12,19 +12,12 @@ from stochbn.experiments.files import File, is_current, provenance
 
 @dataclass(frozen=True)
 class Job:
-    """A file to make.
+    """A file to make."""
 
-    Attributes:
-        title: What a log says of it.
-        path: Where the file lies.
-        identity: What it is made of, in JSON values. A file whose header has the same is left alone.
-        make: Computes the file. Its header need hold neither the identity nor the provenance.
-    """
-
-    title: str
-    path: Path
-    identity: Mapping[str, Any]
-    make: Callable[[], File]
+    title: str  # what a log says of it
+    path: Path  # where the file lies
+    identity: Mapping[str, Any]  # what it is made of, in JSON values; a file whose header has the same is left alone
+    make: Callable[[], File]  # computes the file; its header need hold neither the identity nor the provenance
 
 
 def complete(jobs: Iterable[Job], *, command: str, console: Console) -> None:

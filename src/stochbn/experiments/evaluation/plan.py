@@ -16,22 +16,14 @@ from stochbn.experiments.training.recipes import Experiment, Recipe
 
 @dataclass(frozen=True)
 class Run:
-    """One network of an experiment and how far it is.
+    """One network of an experiment and how far it is."""
 
-    Attributes:
-        recipe: It is trained by.
-        seed: It is trained with.
-        state: "done" if it is trained and evaluated, or its predictions at least are there; "running" if a process
-            is at work on it.
-        epochs: How many it is trained for.
-        seconds_left: What is left to do on one core, if that can be estimated.
-    """
-
-    recipe: Recipe
-    seed: int
+    recipe: Recipe  # it is trained by
+    seed: int  # it is trained with
+    # "done" if its predictions are there, also without the network; "running" if a process is at work on it
     state: Literal["done", "running", "left"]
-    epochs: int
-    seconds_left: float | None
+    epochs: int  # how many it is trained for
+    seconds_left: float | None  # what is left to do on one core, if that can be estimated
 
     @property
     def name(self) -> str:

@@ -104,24 +104,15 @@ class Chosen:
 
 @dataclass(frozen=True, eq=False)
 class Scored:
-    """A method and its predictions, which the scores are of.
+    """A method and its predictions, which the scores are of."""
 
-    Attributes:
-        method: From the table of methods.
-        seeds: Of the networks it uses.
-        outputs: By part of the data, one for each network; for an ensemble there is one.
-        replicas: What the ± is the standard deviation over.
-        std_over: That, in words; empty where there is no ±.
-        num_wanted: How many networks the experiment has; 0 where that is not known.
-        chosen: The temperatures or spreads that validation data chose for its networks, or for the ensemble.
-    """
-
-    method: Method
-    seeds: tuple[int, ...]
-    outputs: tuple[dict[str, Output], ...]
-    replicas: tuple[dict[str, Output], ...]
-    std_over: str = ""
-    num_wanted: int = 0
+    method: Method  # from the table of methods
+    seeds: tuple[int, ...]  # of the networks it uses
+    outputs: tuple[dict[str, Output], ...]  # by part of the data, one for each network; for an ensemble there is one
+    replicas: tuple[dict[str, Output], ...]  # what the ± is the standard deviation over
+    std_over: str = ""  # that, in words; empty where there is no ±
+    num_wanted: int = 0  # how many networks the experiment has; 0 where that is not known
+    # The temperatures or spreads that validation data chose for its networks, or for the ensemble
     chosen: Chosen | None = None
 
     @property

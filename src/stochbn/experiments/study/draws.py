@@ -50,23 +50,14 @@ LIMITS: dict[str, tuple[float, ...]] = {
 
 @dataclass(frozen=True)
 class Sizes:
-    """How much is measured.
+    """How much is measured."""
 
-    Attributes:
-        num_samples: S.
-        num_compared: Networks on which side issues are measured.
-        num_other: Out-of-domain images.
-        num_corrupted: Test images at each strength of each corruption.
-        num_exact: Inputs of each part for exact inference.
-        num_resamples: Of the intervals of differences.
-    """
-
-    num_samples: int = 50
-    num_compared: int = 3
-    num_other: int = 5000
-    num_corrupted: int = 200
-    num_exact: int = 200
-    num_resamples: int = NUM_RESAMPLES
+    num_samples: int = 50  # S
+    num_compared: int = 3  # networks on which side issues are measured
+    num_other: int = 5000  # out-of-domain images
+    num_corrupted: int = 200  # test images at each strength of each corruption
+    num_exact: int = 200  # inputs of each part for exact inference
+    num_resamples: int = NUM_RESAMPLES  # of the intervals of differences
 
 
 @dataclass(frozen=True)
@@ -90,21 +81,13 @@ class Task:
 
 @dataclass(eq=False)
 class Study:
-    """The networks and the data of an experiment, as far as its draws need them.
+    """The networks and the data of an experiment, as far as its draws need them."""
 
-    Attributes:
-        experiment: Which networks; `CheckpointError` if none of them has been trained.
-        sizes: How much is measured.
-        data: Where you keep the published data files.
-        compiles: Whether predictions are compiled.
-        console: Where progress goes.
-    """
-
-    experiment: Experiment
-    sizes: Sizes
-    data: Path | None = None
-    compiles: bool = False
-    console: Console = field(default_factory=Console)
+    experiment: Experiment  # which networks; `CheckpointError` if none of them has been trained
+    sizes: Sizes  # how much is measured
+    data: Path | None = None  # where you keep the published data files
+    compiles: bool = False  # whether predictions are compiled
+    console: Console = field(default_factory=Console)  # where progress goes
 
     def __post_init__(self) -> None:
         self.tasks = list_tasks(finished_runs(self.experiment, self.console), self.sizes.num_compared)

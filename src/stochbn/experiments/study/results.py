@@ -24,18 +24,12 @@ class Chance:
 
 @dataclass(frozen=True)
 class Quality:
-    """What a method scores.
+    """What a method scores."""
 
-    Attributes:
-        scores: By metric.
-        each: The same of every network or of the ensemble, without a deviation.
-        chance: Of the ECE.
-        corruptions: NLL, ECE and error by corruption, such as "noise 3"; empty where it was not measured.
-    """
-
-    scores: dict[str, Score]
-    each: tuple[dict[str, float], ...]
-    chance: Chance
+    scores: dict[str, Score]  # by metric
+    each: tuple[dict[str, float], ...]  # the same of every network or of the ensemble, without a deviation
+    chance: Chance  # of the ECE
+    # NLL, ECE and error by corruption, such as "noise 3"; empty where it was not measured
     corruptions: dict[str, dict[str, float]]
 
 
@@ -60,25 +54,15 @@ class Cost:
 
 @dataclass(frozen=True)
 class Row:
-    """One method.
+    """One method."""
 
-    Attributes:
-        seeds: Of its networks.
-        std_over: What the ± is the standard deviation over, in words.
-        plain: As it is.
-        tempered: With the temperature that validation data chose.
-        temperatures: Those, of each network or of the ensemble.
-        choices: The spreads, where they were chosen.
-        cost: Of one network, or of the whole ensemble.
-    """
-
-    seeds: tuple[int, ...]
-    std_over: str
-    plain: Quality
-    tempered: Quality
-    temperatures: tuple[float, ...]
-    choices: tuple[Choice, ...]
-    cost: Cost
+    seeds: tuple[int, ...]  # of its networks
+    std_over: str  # what the ± is the standard deviation over, in words
+    plain: Quality  # as it is
+    tempered: Quality  # with the temperature that validation data chose
+    temperatures: tuple[float, ...]  # those, of each network or of the ensemble
+    choices: tuple[Choice, ...]  # the spreads, where they were chosen
+    cost: Cost  # of one network, or of the whole ensemble
 
 
 @dataclass(frozen=True)

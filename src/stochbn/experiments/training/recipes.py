@@ -32,45 +32,29 @@ _WORDS = {
 class Recipe:
     """One way to train one network; its name is also the folder of its checkpoints.
 
-    Attributes:
-        name: Key in `RECIPES`.
-        network: Which function of `networks` builds it.
-        data: Which data set it learns, as `data.load_split` knows it.
-        num_classes: Outputs of the network.
-        in_channels: 1 for grey images, 3 for colour.
-        epochs: Passes over the training split.
-        batch_size: Images in a step of the optimiser. An incomplete last batch is dropped.
-        optimizer: `adam` with a learning rate falling linearly to 0, or `sgd` with Nesterov momentum and one cycle.
-        learning_rate: The first one of Adam, the highest one of the cycle.
-        weight_decay: L2 penalty.
-        width: Multiplies the number of channels and units.
-        dropout: Probability to drop; 0 for a network without dropout layers.
-        augment: Whether to crop (reflect padding 4) and flip at random.
-        class_seed: Draws CIFAR5's known classes; None takes classes 0 to 4.
-        ghost_size: Images that are normalised together, a part of the batch (ghost batches); None takes all of it.
-        image_sizes: Sides in pixels that training images are shrunk to, each for an equal share of the epochs; the
-            last is their own. Empty for no shrinking.
-
     Examples:
         >>> RECIPES["lenet5"].mini_batch_size
         16
     """
 
-    name: str
-    network: Literal["lenet5", "vgg11", "resnet18"]
-    data: Literal["mnist", "cifar5", "cifar10", "digits"]
-    num_classes: int
-    in_channels: int
-    epochs: int
-    batch_size: int
+    name: str  # key in `RECIPES`
+    network: Literal["lenet5", "vgg11", "resnet18"]  # which function of `networks` builds it
+    data: Literal["mnist", "cifar5", "cifar10", "digits"]  # which data set it learns, as `data.load_split` knows it
+    num_classes: int  # outputs of the network
+    in_channels: int  # 1 for grey images, 3 for colour
+    epochs: int  # passes over the training split
+    batch_size: int  # images in a step of the optimiser; an incomplete last batch is dropped
+    # `adam` with a learning rate falling linearly to 0, or `sgd` with Nesterov momentum and one cycle
     optimizer: Literal["adam", "sgd"] = "adam"
-    learning_rate: float = 1e-3
-    weight_decay: float = 0.0
-    width: float = 1.0
-    dropout: float = 0.0
-    augment: bool = False
-    class_seed: int | None = None
+    learning_rate: float = 1e-3  # the first one of Adam, the highest one of the cycle
+    weight_decay: float = 0.0  # L2 penalty
+    width: float = 1.0  # multiplies the number of channels and units
+    dropout: float = 0.0  # probability to drop; 0 for a network without dropout layers
+    augment: bool = False  # whether to crop (reflect padding 4) and flip at random
+    class_seed: int | None = None  # draws CIFAR5's known classes; None takes classes 0 to 4
+    # Images that are normalised together, a part of the batch (ghost batches); None takes all of it
     ghost_size: int | None = None
+    # Sides in pixels that training images are shrunk to, each for an equal share of the epochs; the last is their own
     image_sizes: tuple[int, ...] = ()
 
     def __post_init__(self) -> None:
@@ -165,23 +149,14 @@ RECIPES: dict[str, Recipe] = {
 
 @dataclass(frozen=True)
 class Experiment:
-    """The networks behind one block of the paper's Table 1: plain ones, which also make the ensemble, and with dropout.
+    """The networks behind one block of the paper's Table 1: plain ones, also as an ensemble, and with dropout."""
 
-    Attributes:
-        name: Key in `EXPERIMENTS`, and the folder under `results/`.
-        recipe: Of the plain networks.
-        num_seeds: How many plain networks, with seeds 0, 1, …; all of them make the ensemble.
-        dropout_recipe: Of the networks with dropout, or None where the paper has none.
-        num_dropout_seeds: How many of those.
-        options: What was changed in both recipes, as on the command line with a space in front.
-    """
-
-    name: str
-    recipe: Recipe
-    num_seeds: int
-    dropout_recipe: Recipe | None = None
-    num_dropout_seeds: int = 0
-    options: str = ""
+    name: str  # key in `EXPERIMENTS`, and the folder under `results/`
+    recipe: Recipe  # of the plain networks
+    num_seeds: int  # how many plain networks, with seeds 0, 1, …; all of them make the ensemble
+    dropout_recipe: Recipe | None = None  # of the networks with dropout, or None where the paper has none
+    num_dropout_seeds: int = 0  # how many of those
+    options: str = ""  # what was changed in both recipes, as on the command line with a space in front
 
     def runs(self) -> list[tuple[Recipe, int]]:
         """Lists recipe and seed of every network, the plain ones first.
