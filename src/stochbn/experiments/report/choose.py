@@ -11,9 +11,8 @@ from stochbn.uncertainty import entropy
 
 TEMPERATURES = (0.25, 8.0)  # the lowest and the highest that are considered
 
-Network = dict[
-    str, tuple[Tensor, Tensor]
-]  # by part of the data: probabilities (N, K), and the draws' mean entropy (N,)
+# By part of the data: probabilities (N, K), and the draws' mean entropy (N,).
+Network = dict[str, tuple[Tensor, Tensor]]
 
 
 def choose_temperature(probs: Tensor, labels: Tensor) -> float:
@@ -73,9 +72,6 @@ def choose_spread(losses: Mapping[float, Tensor]) -> float:
         (1.0, 2.0)
     """
     best = min(losses, key=lambda spread: losses[spread].mean().item())
-    near = [spread for spread, loss in losses.items() if _is_within_standard_error(loss - losses[best])]
+    differences = {spread: loss - losses[best] for spread, loss in losses.items()}
+    near = [spread for spread, each in differences.items() if each.mean() <= each.std() / math.sqrt(len(each))]
     return min(near, key=lambda spread: (abs(math.log(spread)), losses[spread].mean().item()))
-
-
-def _is_within_standard_error(difference: Tensor) -> bool:
-    return (difference.mean() <= difference.std() / math.sqrt(len(difference))).item() is True

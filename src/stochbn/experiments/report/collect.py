@@ -50,7 +50,11 @@ def collect(files: Sequence[File]) -> Results:
         for method in METHODS.values()
         for scored in _list_rows(method, networks, chosen, validation)
     }
-    return Results(files[0].header, labels, _add_wanted(methods, files[0].header["experiment"]), has_out_of_domain)
+    if experiment := EXPERIMENTS.get(files[0].header["experiment"]):
+        for key, scored in methods.items():
+            wanted = experiment.num_dropout_seeds if scored.method.group == "dropout" else experiment.num_seeds
+            methods[key] = replace(scored, num_wanted=wanted)
+    return Results(files[0].header, labels, methods, has_out_of_domain)
 
 
 def select_exact(results: Results, diagnostics: File) -> Results | None:
@@ -156,17 +160,6 @@ def _score_ensemble(
     whole, *rest = (_to_output(ensemble, several) for ensemble in ensembles)
     words = f"the {len(rest)} ensembles of {len(rest) - 1}" if rest else ""
     return Scored(method, seeds, (whole,), tuple(rest) or (whole,), words)
-
-
-def _add_wanted(methods: dict[str, Scored], name: str) -> dict[str, Scored]:
-    """Notes how many networks each method has when the experiment is complete."""
-    if name not in EXPERIMENTS:
-        return methods
-    plain, dropout = EXPERIMENTS[name].num_seeds, EXPERIMENTS[name].num_dropout_seeds
-    return {
-        key: replace(scored, num_wanted=dropout if scored.method.group == "dropout" else plain)
-        for key, scored in methods.items()
-    }
 
 
 def _average(networks: Sequence[Network]) -> Network:
