@@ -23,10 +23,7 @@ class Job:
 def complete(jobs: Iterable[Job], *, command: str, console: Console) -> None:
     """Makes the file of every job that has none, one after the other, and writes each whole as soon as it is made.
 
-    Args:
-        jobs: In the order in which they are done; those from a generator are asked for one by one.
-        command: What a user would type to get these files.
-        console: Where a line for each job goes.
+    The files say that a user gets them by the command. Jobs from a generator are asked for one by one.
     """
     for job in jobs:
         if not is_current(job.path, job.identity):

@@ -45,16 +45,9 @@ def reproduce(
     """Trains every network of an experiment, evaluates each as soon as it is trained, and measures the first closely.
 
     What has been done is not done again. With several jobs each network has a process of its own, with one thread: on
-    few cores that makes the most of them. There the others go on if one fails. A network that another process is at
-    work on is left to it.
-
-    Args:
-        experiment: Which networks.
-        folder: Where predictions go.
-        jobs: How many networks at a time. A single job runs in this process, with the threads that torch has.
-        num_samples: S; by default that of the data set's protocol.
-        data: Where you keep the published data files, asked before any download.
-        console: Where the plan and the progress go.
+    few cores that makes the most of them. There the others go on if one fails. A single job runs in this process, with
+    the threads that torch has. A network that another process is at work on is left to it. The other arguments are
+    those of `evaluate`.
 
     Raises:
         ValueError: `jobs` is below 1.

@@ -16,11 +16,7 @@ Network = dict[str, tuple[Tensor, Tensor]]
 
 
 def choose_temperature(probs: Tensor, labels: Tensor) -> float:
-    """Returns the T whose p^(1/T), normalised, has the lowest NLL.
-
-    Args:
-        probs: Of the validation data, (N, K), none of them 0.
-        labels: Theirs, (N,).
+    """Returns the T whose p^(1/T), normalised, has the lowest NLL, of probabilities (N, K), none of them 0.
 
     Examples:
         >>> import torch
@@ -60,10 +56,8 @@ def temper_network(network: Network, labels: Tensor) -> tuple[Network, float]:
 def choose_spread(losses: Mapping[float, Tensor]) -> float:
     """Returns the spread that is nearest to the fitted one, 1, among those within one standard error of the best.
 
-    So the fitted one stands unless another is better by more than one standard error of their paired difference.
-
-    Args:
-        losses: By spread, the loss of each validation input, (N,).
+    So the fitted one stands unless another is better by more than one standard error of their paired difference. Losses
+    are those of each validation input, (N,).
 
     Examples:
         >>> import torch

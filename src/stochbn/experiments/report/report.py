@@ -36,12 +36,7 @@ _FIGURES = {
 def write_report(folder: Path, *, console: Console | None = None) -> Path:
     """Writes tables, figures and the page from the prediction files of a folder; replaces those of an earlier report.
 
-    Args:
-        folder: Holds `predictions/`, as `stochbn evaluate` writes it.
-        console: Where the table goes; standard output by default.
-
-    Returns:
-        The path of the page.
+    The files lie in `predictions/`, as `stochbn evaluate` writes them. Prints the table, and returns the page's path.
 
     Raises:
         DataError: There are no prediction files, or they do not belong together.

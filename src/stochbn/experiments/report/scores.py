@@ -174,12 +174,7 @@ def measure(output: dict[str, Output], labels: Tensor) -> dict[str, float]:
 
 
 class Ranking:
-    """Known and out-of-domain inputs, the positive class, by an uncertainty: sorted once, scored as often as needed.
-
-    Args:
-        known: Uncertainties of the known inputs, (N,).
-        other: Those of the out-of-domain inputs, (M,).
-    """
+    """Known (N,) and out-of-domain inputs (M,), the positive class, by an uncertainty: sorted once, scored often."""
 
     def __init__(self, known: Values, other: Values) -> None:
         values = np.concatenate([known, other])
@@ -192,9 +187,7 @@ class Ranking:
         """Returns AUROC, AUPR (average precision) and FPR95, of inputs that count once, or as often as is given.
 
         FPR95 is the share of known inputs at or above the highest threshold that at least 95 % of the others reach.
-
-        Args:
-            counts: Of the known inputs, then of the others, (N + M,).
+        Counts (N + M,) are of the known inputs, then of the others.
         """
         ordered = np.ones_like(self._order) if counts is None else counts[self._order]
         other, known = (

@@ -204,10 +204,7 @@ def list_tasks(runs: list[tuple[Recipe, int]], num_compared: int) -> list[Task]:
 def take_apart(stats: stochbn.Empirical, apart: str) -> stochbn.Empirical:
     """Destroys correlations and keeps the rest: shuffles the mini-batches of each layer or channel by itself.
 
-    Args:
-        stats: With the statistics of real mini-batches.
-        apart: "layers" leaves correlations within each layer; "channels" those between the mean and the variance of a
-            channel.
+    "layers" leaves correlations within each layer, "channels" those between the mean and the variance of a channel.
     """
     size, kinds, channels = stats.observations.shape
     counts = stats.sizes if apart == "layers" else [1] * channels

@@ -25,11 +25,8 @@ Probs = dict[str, Tensor]  # by part of the data, (N, K)
 def ece_by_chance(each: Sequence[Tensor], num_resamples: int = 100) -> Chance:
     """Returns the ECE that is to be expected if probabilities are right: of labels that are drawn from them.
 
-    It is not 0, as a bin of few inputs is seldom right to the digit, and the less so the more inputs are unsure.
-
-    Args:
-        each: Probabilities of each network, (N, K); the result is the mean over networks.
-        num_resamples: How often labels are drawn.
+    It is not 0, as a bin of few inputs is seldom right to the digit, and the less so the more inputs are unsure. The
+    mean over networks, from the probabilities (N, K) of each.
     """
     generator = torch.Generator().manual_seed(0)
 

@@ -137,11 +137,7 @@ def locked(path: Path, what: str) -> Iterator[None]:
     """Keeps other processes from a checkpoint, by a lock on `<checkpoint>.lock`, in a folder that is made if need be.
 
     The operating system releases the lock of a process that dies, however it dies. Without such locks, as on Windows,
-    nothing is kept from anybody.
-
-    Args:
-        path: The checkpoint.
-        what: What an error calls it.
+    nothing is kept from anybody. An error calls the checkpoint by `what` it is.
 
     Raises:
         LockedError: Another process has the lock.

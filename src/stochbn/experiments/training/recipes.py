@@ -60,9 +60,10 @@ class Recipe:
     def __post_init__(self) -> None:
         object.__setattr__(self, "image_sizes", tuple(self.image_sizes))  # a checkpoint's JSON has a list
         if self.ghost_size is not None and (self.ghost_size < 2 or self.batch_size % self.ghost_size):
+            suggested = next((size for size in (16, 8, 4, 2) if self.batch_size % size == 0), self.batch_size)
             raise ValueError(
                 f"Expected a ghost size of at least 2 that divides the batch size {self.batch_size}, got "
-                f"{self.ghost_size}. Take {_suggest_ghost_size(self.batch_size)}, say."
+                f"{self.ghost_size}. Take {suggested}, say."
             )
 
     @property
@@ -115,10 +116,6 @@ class Recipe:
         if given.get("optimizer", self.optimizer) != self.optimizer:
             given.setdefault("learning_rate", {"adam": 1e-3, "sgd": SGD_LEARNING_RATE}[given["optimizer"]])
         return replace(self, name=name, **given)
-
-
-def _suggest_ghost_size(batch_size: int) -> int:
-    return next((size for size in (16, 8, 4, 2) if batch_size % size == 0), batch_size)
 
 
 _CIFAR5: dict[str, Any] = {

@@ -40,7 +40,6 @@ def train(
         seed: Determines initial weights, order of the data, augmentation and dropout.
         folder: Where you keep the published data files, asked before any download.
         console: Where progress goes: a live display on a terminal, else one line an epoch.
-
         lock: Whether to keep other processes from this network; not if the caller already does.
 
     Raises:
