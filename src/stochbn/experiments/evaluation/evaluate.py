@@ -29,15 +29,8 @@ from stochbn.experiments.files import (
     prediction_path,
     provenance,
 )
-from stochbn.experiments.training.checkpoints import (
-    Checkpoint,
-    CheckpointError,
-    checkpoint_path,
-    digest,
-    find_checkpoint,
-    is_trained,
-    load_network,
-)
+from stochbn.experiments.training import checkpoints
+from stochbn.experiments.training.checkpoints import Checkpoint, CheckpointError, checkpoint_path, load_network
 from stochbn.experiments.training.recipes import Experiment, Recipe
 
 
@@ -91,7 +84,7 @@ def evaluate_network(
         CheckpointError: The network is not trained to the end, or by another recipe.
     """
     console = console or Console()
-    checkpoint = find_checkpoint(recipe, seed)
+    checkpoint = checkpoints.find_checkpoint(recipe, seed)
     network = load_network(checkpoint_path(recipe, seed))
     assert checkpoint is not None  # or there would be no network
     protocol, path = choose_protocol(recipe).vary(num_samples), prediction_path(folder, recipe.name, seed)
@@ -113,12 +106,12 @@ def diagnose(
 ) -> None:
     """Measures the first plain network, if it is trained, and picks the gallery from the predictions of all."""
     recipe, path = experiment.recipe, diagnostics_path(folder)
-    if is_trained(recipe, 0):
+    if checkpoints.is_trained(recipe, 0):
         protocol, network = choose_protocol(recipe).vary(num_samples), load_network(checkpoint_path(recipe, 0))
         identity = {
             "kind": "diagnostics",
             "format": FORMAT,
-            "weights_sha256": digest(network.state_dict()),
+            "weights_sha256": checkpoints.digest(network.state_dict()),
             "num_samples": protocol.num_samples,
             "curve": asdict(protocol.curve),
             "has_appendices": protocol.has_appendices,
@@ -149,7 +142,7 @@ def finished_runs(experiment: Experiment, console: Console) -> list[tuple[Recipe
     """
     runs = []
     for recipe, seed in experiment.runs():
-        if is_trained(recipe, seed):
+        if checkpoints.is_trained(recipe, seed):
             runs.append((recipe, seed))
         else:
             console.print(f"{recipe.name} seed {seed}: not trained to the end, left out", highlight=False)
@@ -167,13 +160,13 @@ def is_evaluated(recipe: Recipe, seed: int, folder: Path, *, num_samples: int | 
 
     A checkpoint may have been lost since, or never have been on this machine: predictions by the same recipe will do.
     """
-    checkpoint = find_checkpoint(recipe, seed)
+    checkpoint = checkpoints.find_checkpoint(recipe, seed)
     identity = _identify(checkpoint, recipe, seed, choose_protocol(recipe).vary(num_samples))
     return is_current(prediction_path(folder, recipe.name, seed), identity)
 
 
 def _identify(checkpoint: Checkpoint | None, recipe: Recipe, seed: int, protocol: Protocol) -> dict[str, Any]:
-    weights = {"weights_sha256": digest(checkpoint.weights)} if checkpoint else {}
+    weights = {"weights_sha256": checkpoints.digest(checkpoint.weights)} if checkpoint else {}
     return weights | {
         "format": FORMAT,
         "settings": asdict(recipe),
@@ -226,7 +219,7 @@ def _resume(path: Path, common: dict[str, Any]) -> tuple[dict[str, Any], dict[st
 def _describe(experiment: Experiment, checkpoint: Checkpoint, splits: Mapping[str, Split]) -> dict[str, Any]:
     """Returns what a report says of a training run."""
     recipe, history = checkpoint.recipe, checkpoint.history
-    header = {
+    return {
         "kind": "predictions",
         "experiment": experiment.name,
         "out_of_domain": splits["out-of-domain"].name,
@@ -236,12 +229,9 @@ def _describe(experiment: Experiment, checkpoint: Checkpoint, splits: Mapping[st
         "batch_size": recipe.mini_batch_size,
         "epochs": recipe.epochs,
         "train_seconds": sum(epoch["seconds"] for epoch in history),
+        **{key: [epoch[key] for epoch in history] for key in ("train_loss", "validation_nll", "validation_error")},
+        **({"options": experiment.options.strip()} if experiment.options else {}),
     }
-    for key in ("train_loss", "validation_nll", "validation_error"):
-        header[key] = [epoch[key] for epoch in history]
-    if experiment.options:
-        header["options"] = experiment.options.strip()
-    return header
 
 
 def _command(experiment: Experiment, num_samples: int | None) -> str:

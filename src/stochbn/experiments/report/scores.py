@@ -84,14 +84,15 @@ class Output:
     @cached_property
     def entropy(self) -> Values:
         """Entropy of each prediction, (N,)."""
-        return _numpy(entropy(self.probs))
+        return entropy(self.probs).double().numpy()
 
     @cached_property
     def information(self) -> Values | None:
         """Mutual information between prediction and draw, (N,); one network alone has none."""
         if self.expected_entropy is None:
             return None
-        return np.maximum(self.entropy - _numpy(self.expected_entropy), 0)
+        left: Values = self.entropy - self.expected_entropy.double().numpy()
+        return np.maximum(left, 0)
 
 
 @dataclass(frozen=True)
@@ -269,7 +270,3 @@ def ecdf(values: Values, thresholds: Values) -> Values:
         array([0. , 0.5, 1. ])
     """
     return np.searchsorted(np.sort(values), thresholds, side="right") / len(values)
-
-
-def _numpy(values: Tensor) -> Values:
-    return np.asarray(values.numpy(), dtype=np.float64)

@@ -3,7 +3,7 @@
 import csv
 import io
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import astuple, dataclass
 from typing import Any
 
 from rich import box
@@ -12,7 +12,7 @@ from rich.table import Table
 
 from stochbn.experiments.files import File
 from stochbn.experiments.report.collect import has_dropout
-from stochbn.experiments.report.differences import Difference, Interval
+from stochbn.experiments.report.differences import Difference
 from stochbn.experiments.report.paper import Claim, Papers, PaperScore
 from stochbn.experiments.report.scores import METRICS, Metric, Results, Score, Scores, log_loss
 
@@ -99,8 +99,10 @@ def differences_table(differences: Sequence[Difference], labels: Mapping[str, st
     for found in differences:
         rows.append([f"{labels[found.first]} − {labels[found.second]}"])
         for position, (key, _, factor, digits) in enumerate(columns, 1):
-            rows[-1].append(_interval_text(found.scores[key], factor, digits))
-            if found.scores[key].excludes_zero:
+            interval = found.scores[key]
+            difference, *ends = (f"{factor * value:+.{digits}f}" for value in astuple(interval))
+            rows[-1].append(f"{difference} ({' to '.join(ends)})")
+            if interval.excludes_zero:
                 bold.add((len(rows) - 1, position))
     return Grid(["Difference (95 % interval)", *(label for _, label, _, _ in columns)], rows, frozenset(bold))
 
@@ -223,8 +225,3 @@ def score_text(found: Score | PaperScore | None, digits: int, missing: str = "�
     if found is None:
         return missing
     return f"{found.value:.{digits}f}" + ("" if found.std is None else f" ± {found.std:.{digits}f}")
-
-
-def _interval_text(found: Interval, factor: float, digits: int) -> str:
-    difference, low, high = (factor * value for value in (found.difference, found.low, found.high))
-    return f"{difference:+.{digits}f} ({low:+.{digits}f} to {high:+.{digits}f})"

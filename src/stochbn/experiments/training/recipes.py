@@ -8,6 +8,7 @@ Ours take 16 epochs of SGD with one cycle, in steps of 64 images that are normal
 M. SGD was chosen over Adam on validation images, in a short pilot with a narrow VGG-11.
 """
 
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import Any, Literal
 
@@ -85,11 +86,9 @@ class Recipe:
         """Builds the untrained network from torch's random state."""
         if self.network == "resnet18" and self.dropout:
             raise ValueError(f"Expected no dropout in resnet18, got {self.dropout}. The paper's ResNet has none.")
-        size: dict[str, Any] = {"in_channels": self.in_channels, "width": self.width}
-        if self.network == "resnet18":
-            return networks.resnet18(self.num_classes, **size)
-        build = networks.lenet5 if self.network == "lenet5" else networks.vgg11
-        return build(self.num_classes, **size, dropout=self.dropout)
+        options: dict[str, Any] = {"dropout": self.dropout} if self.dropout else {}
+        build: Callable[..., nn.Module] = getattr(networks, self.network)
+        return build(self.num_classes, self.in_channels, width=self.width, **options)
 
     def vary(self, **changes: Any) -> "Recipe":
         """Returns the recipe with some fields changed, under a name that says which; None changes nothing.
@@ -162,10 +161,8 @@ class Experiment:
             >>> len(EXPERIMENTS["lenet5"].runs())
             9
         """
-        plain = [(self.recipe, seed) for seed in range(self.num_seeds)]
-        if self.dropout_recipe is None:
-            return plain
-        return plain + [(self.dropout_recipe, seed) for seed in range(self.num_dropout_seeds)]
+        numbers = ((self.recipe, self.num_seeds), (self.dropout_recipe, self.num_dropout_seeds))
+        return [(recipe, seed) for recipe, number in numbers if recipe for seed in range(number)]
 
     def vary(self, **changes: Any) -> "Experiment":
         """Returns the experiment with both recipes changed, as `Recipe.vary` does.
