@@ -18,7 +18,6 @@ from rich.console import Console
 
 from stochbn.experiments.data.sources import DataError, write_atomically
 from stochbn.experiments.files import File, diagnostics_path
-from stochbn.experiments.methods import METHODS
 from stochbn.experiments.report import diagnostic_figures, figures, tables
 from stochbn.experiments.report.collect import collect, select_exact
 from stochbn.experiments.report.differences import Difference, compare
@@ -107,7 +106,7 @@ def compare_recommended(results: Results) -> list[Difference]:
     """
     methods = results.methods
     one = "last-tuned" if "last-tuned" in methods else "last"
-    pairs = ((one, "ensemble"), (one, METHODS["plain"].tempered().key), ("ensemble+last", "ensemble"))
+    pairs = ((one, "ensemble"), (one, "plain+temperature"), ("ensemble+last", "ensemble"))
     return [
         difference
         for first, second in pairs

@@ -253,12 +253,7 @@ def score_method(scored: Scored, labels: Tensor) -> dict[str, Score]:
 
 
 def mean_scores(each: Sequence[Mapping[str, float]]) -> dict[str, float]:
-    """Returns the mean of each score.
-
-    Examples:
-        >>> mean_scores([{"nll": 0.1}, {"nll": 0.3}])
-        {'nll': 0.2}
-    """
+    """Returns the mean of each score, over networks or kinds of data."""
     return {key: float(np.mean([scores[key] for scores in each])) for key in each[0]}
 
 

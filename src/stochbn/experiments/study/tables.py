@@ -1,7 +1,7 @@
 """The numbers of the study → tables in Markdown. Pure functions."""
 
-from collections.abc import Callable, Mapping, Sequence
-from typing import TypeVar
+from collections.abc import Mapping, Sequence
+from typing import Any
 
 import numpy as np
 
@@ -9,9 +9,7 @@ from stochbn.experiments.data.corruptions import CORRUPTIONS, STRENGTHS
 from stochbn.experiments.methods import METHODS
 from stochbn.experiments.report.scores import METRICS, mean_scores
 from stochbn.experiments.report.tables import Grid, differences_table, score_text, to_markdown
-from stochbn.experiments.study.results import Cost, Distance, Limit, Quality, Results, Row
-
-T = TypeVar("T")
+from stochbn.experiments.study.results import Quality, Results, Row
 
 # Some scores, with their column, a factor, and digits.
 _SOME = (
@@ -76,12 +74,12 @@ def draws_table(results: Results) -> Grid:
 
 def limits_table(results: Results) -> Grid:
     """Lays out what choosing a spread and a temperature on test data would have given."""
-    columns: dict[str, Callable[[Limit], str]] = {
-        "networks": lambda limit: f"{limit.num_networks}",
-        "NLL, best spread": lambda limit: f"{limit.nll:.4f}",
-        "best temperature": lambda limit: f"{limit.nll_temperature_only:.4f}",
-        "best of both": lambda limit: f"{limit.nll_temperature:.4f}",
-        "AUROC, best spread": lambda limit: f"{limit.auroc:.4f}",
+    columns = {
+        "networks": "{.num_networks}",
+        "NLL, best spread": "{.nll:.4f}",
+        "best temperature": "{.nll_temperature_only:.4f}",
+        "best of both": "{.nll_temperature:.4f}",
+        "AUROC, best spread": "{.auroc:.4f}",
     }
     return _lay_out("Chosen on test data, as a limit", columns, results.limits)
 
@@ -108,25 +106,23 @@ def corruptions_table(results: Results) -> Grid:
 
 def distances_table(results: Results) -> Grid:
     """Lays out how far each method is from exact inference."""
-    columns: dict[str, Callable[[Distance], str]] = {
-        "total variation, test": lambda found: f"{found.total_variation_test:.4f}",
-        "total variation, out-of-domain": lambda found: f"{found.total_variation_out_of_domain:.4f}",
-        "entropy correlation": lambda found: f"{found.entropy_correlation:.3f}",
-        "NLL": lambda found: f"{found.nll:.4f}",
-        "AUROC, entropy": lambda found: f"{found.auroc_entropy:.3f}",
+    columns = {
+        "total variation, test": "{.total_variation_test:.4f}",
+        "total variation, out-of-domain": "{.total_variation_out_of_domain:.4f}",
+        "entropy correlation": "{.entropy_correlation:.3f}",
+        "NLL": "{.nll:.4f}",
+        "AUROC, entropy": "{.auroc_entropy:.3f}",
     }
     return _lay_out("Against exact inference", columns, results.distances)
 
 
 def cost_table(results: Results) -> Grid:
     """Lays out what each method costs."""
-    columns: dict[str, Callable[[Cost], str]] = {
-        "Forward passes": lambda cost: f"{cost.passes}",
-        "Training, h": lambda cost: f"{cost.train_hours:.2f}",
-        "Weights, MB": lambda cost: f"{cost.weights_bytes / 1e6:.2f}",
-        "Statistics, kB": lambda cost: f"{cost.statistics_bytes / 1e3:.0f}",
-    }
-    return _lay_out("Method", columns, {key: row.cost for key, row in results.methods.items()})
+    rows = []
+    for key, row in results.methods.items():
+        sizes = f"{row.cost.weights_bytes / 1e6:.2f}", f"{row.cost.statistics_bytes / 1e3:.0f}"
+        rows.append([METHODS[key].label, f"{row.cost.passes}", f"{row.cost.train_hours:.2f}", *sizes])
+    return Grid(["Method", "Forward passes", "Training, h", "Weights, MB", "Statistics, kB"], rows)
 
 
 def describe_notes(results: Results) -> list[str]:
@@ -161,9 +157,9 @@ def describe_notes(results: Results) -> list[str]:
     return notes
 
 
-def _lay_out(title: str, columns: Mapping[str, Callable[[T], str]], found: Mapping[str, T]) -> Grid:
-    """Lays out what was found for each method: a title above their labels, and each column's cells by a function."""
-    rows = [[METHODS[key].label, *(write(one) for write in columns.values())] for key, one in found.items()]
+def _lay_out(title: str, columns: Mapping[str, str], found: Mapping[str, Any]) -> Grid:
+    """Lays out what was found for each method: a title above their labels, and by column an attribute's format."""
+    rows = [[METHODS[key].label, *(cell.format(one) for cell in columns.values())] for key, one in found.items()]
     return Grid([title, *columns], rows)
 
 
