@@ -78,8 +78,9 @@ class _Maker:
     data: Path | None
 
     def __call__(self, run: Run, console: Console) -> None:
-        # One lock for both: meanwhile a plan shows the network as running, and no other queue takes it up.
-        with locked(checkpoint_path(run.recipe, run.seed), run.name):
+        path = checkpoint_path(run.recipe, run.seed)
+        check_writable(path.parent)
+        with locked(path, run.name):  # for both: meanwhile a plan shows it as running, and no other queue takes it up
             train(run.recipe, run.seed, folder=self.data, console=console, lock=False)
             options: dict[str, Any] = {"num_samples": self.num_samples, "data": self.data, "console": console}
             evaluate_network(self.experiment, run.recipe, run.seed, self.folder, **options)

@@ -19,7 +19,7 @@ import torch
 from safetensors.torch import save
 from torch import Tensor, nn
 
-from stochbn.experiments.data.sources import cache_dir, check_writable, write_atomically
+from stochbn.experiments.data.sources import cache_dir, write_atomically
 from stochbn.experiments.training.recipes import Recipe
 
 try:
@@ -134,7 +134,7 @@ def write_checkpoint(path: Path, checkpoint: Checkpoint) -> None:
 
 @contextmanager
 def locked(path: Path, what: str) -> Iterator[None]:
-    """Keeps other processes from a checkpoint, by a lock on `<checkpoint>.lock`, in a folder that is made if need be.
+    """Keeps other processes from a checkpoint, by a lock on `<checkpoint>.lock`; the folder must be there.
 
     The operating system releases the lock of a process that dies, however it dies. Without such locks, as on Windows,
     nothing is kept from anybody. An error calls the checkpoint by `what` it is.
@@ -142,7 +142,6 @@ def locked(path: Path, what: str) -> Iterator[None]:
     Raises:
         LockedError: Another process has the lock.
     """
-    check_writable(path.parent)
     if fcntl is None:
         yield
         return

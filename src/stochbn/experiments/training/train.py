@@ -17,9 +17,16 @@ from rich.progress import BarColumn, Progress, TaskProgressColumn, TextColumn, T
 from torch import Tensor, nn
 from torch.nn import functional as F
 
+from stochbn.experiments.data.sources import check_writable
 from stochbn.experiments.data.splits import Split, load_split, to_inputs
-from stochbn.experiments.training import checkpoints
-from stochbn.experiments.training.checkpoints import Checkpoint, checkpoint_path
+from stochbn.experiments.training.checkpoints import (
+    Checkpoint,
+    checkpoint_path,
+    find_checkpoint,
+    is_trained,
+    locked,
+    write_checkpoint,
+)
 from stochbn.experiments.training.recipes import Recipe
 from stochbn.statistics.normalization import Answering, BatchNormCall
 
@@ -40,14 +47,15 @@ def train(
         CheckpointError: The checkpoint is damaged or of another recipe, or another process trains this network.
     """
     path = checkpoint_path(recipe, seed)
-    if not checkpoints.is_trained(recipe, seed):
-        with checkpoints.locked(path, f"{recipe.name} seed {seed}") if lock else nullcontext():
+    if not is_trained(recipe, seed):
+        check_writable(path.parent)
+        with locked(path, f"{recipe.name} seed {seed}") if lock else nullcontext():
             _train(recipe, seed, path, folder, console or Console())
     return path
 
 
 def _train(recipe: Recipe, seed: int, path: Path, folder: Path | None, console: Console) -> None:
-    checkpoint = checkpoints.find_checkpoint(recipe, seed)
+    checkpoint = find_checkpoint(recipe, seed)
     if checkpoint and checkpoint.finished:  # by another process, before this one got the lock
         return
     training = load_split(recipe.data, "train", folder=folder, class_seed=recipe.class_seed)
@@ -93,7 +101,7 @@ def _train(recipe: Recipe, seed: int, path: Path, folder: Path | None, console: 
             record = {"train_loss": train_loss, "validation_nll": nll, "validation_error": error, "seconds": seconds}
             history = [*history, record]
             resume = _capture(optimizer) if epoch + 1 < recipe.epochs else {}
-            checkpoints.write_checkpoint(path, Checkpoint(recipe, seed, history, network.state_dict(), resume))
+            write_checkpoint(path, Checkpoint(recipe, seed, history, network.state_dict(), resume))
             progress.update(bar, completed=(epoch + 1) * steps_per_epoch, loss=train_loss, accuracy=f"{1 - error:.2%}")
             if not console.is_terminal:
                 line = f"epoch {epoch + 1}/{recipe.epochs}  train loss {train_loss:.4f}  "
