@@ -15,50 +15,41 @@ SPREADS = tuple(2 ** (step / 2) for step in range(-2, 4))  # 0.5, 0.71, 1, 1.41,
 
 @dataclass(frozen=True)
 class Drawing:
-    """How networks are drawn around a trained one.
+    """How networks are drawn around a trained one."""
 
-    Attributes:
-        family: Of the fitted statistics; None draws no statistics, "exact" takes training mini-batches (eq. 3).
-        layers: Which BatchNorm layers are drawn: all of them, the last stage of the network, or its last layer alone.
-        conditioned: Whether each input is counted into the mini-batch that normalises it.
-        tuned: What a spread is chosen for on validation data: the network, each of its layers, or the whole ensemble.
-        dropout: Whether dropout stays active.
-        apart: Of "empirical", which correlations are destroyed: between layers, or between channels too.
-        spread: A fixed one, in place of the fitted or a tuned one.
-        exhaustive: Of "empirical", whether every mini-batch that was kept is drawn once, in place of S of them.
-    """
-
+    # Of the fitted statistics; None draws no statistics, "exact" takes training mini-batches (eq. 3)
     family: Literal["factorized", "lowrank", "empirical", "exact"] | None = None
+    # Which BatchNorm layers are drawn: all of them, the last stage of the network, or its last layer alone
     layers: Literal["all", "stage", "last"] = "all"
-    conditioned: bool = False
+    conditioned: bool = False  # whether each input is counted into the mini-batch that normalises it
+    # What a spread is chosen for on validation data: the network, each of its layers, or the whole ensemble
     tuned: Literal["network", "layers", "ensemble"] | None = None
-    dropout: bool = False
+    dropout: bool = False  # whether dropout stays active
+    # Of "empirical", which correlations are destroyed: between layers, or between channels too
     apart: Literal["layers", "channels"] | None = None
-    spread: float | None = None
+    spread: float | None = None  # a fixed one, in place of the fitted or a tuned one
+    # Of "empirical", whether every mini-batch that was kept is drawn once, in place of S of them
     exhaustive: bool = False
 
 
 @dataclass(frozen=True)
 class Method:
-    """A row of a table, a line of a figure.
+    """A row of a table, a line of a figure."""
 
-    Attributes:
-        key: In files and code.
-        label: In tables and figures.
-        group: What it needs: one trained network, several of them, or one with dropout layers.
-        colour: Of its lines.
-        line: Their style, as Matplotlib names it.
-        drawing: How each of its networks is drawn.
-        members: Of an ensemble, the key of the method whose networks it averages; its own if they are drawn for it.
-    """
-
-    key: str
-    label: str
-    group: Literal["network", "ensemble", "dropout"]
-    colour: str
-    line: str
-    drawing: Drawing
+    key: str  # in files and code
+    label: str  # in tables and figures
+    colour: str  # of its lines
+    line: str  # their style, as Matplotlib names it
+    drawing: Drawing  # how each of its networks is drawn
+    # Of an ensemble, the key of the method whose networks it averages; its own if they are drawn for it
     members: str | None = None
+
+    @property
+    def group(self) -> Literal["network", "ensemble", "dropout"]:
+        """What it needs: one trained network, several of them, or one with dropout layers."""
+        if self.members is not None:
+            return "ensemble"
+        return "dropout" if self.drawing.dropout else "network"
 
     def at(self, spread: float) -> "Method":
         """Returns the method with a fixed spread, under a key and a label of its own.
@@ -86,9 +77,10 @@ class Method:
 
 _SBN = Drawing("factorized")
 _REAL = Drawing("empirical", conditioned=True)
-_LAST = replace(_REAL, layers="last", exhaustive=True)
-_STAGE = replace(_LAST, layers="stage")
-_DROPOUT = Drawing(dropout=True)
+_ALL_REAL = replace(_REAL, exhaustive=True)
+_STAGE = replace(_ALL_REAL, layers="stage")
+_LAST = replace(_ALL_REAL, layers="last")
+_DROPOUT_SBN = replace(_SBN, dropout=True)
 
 
 def _tuned(drawing: Drawing, what: Literal["network", "layers", "ensemble"] = "network") -> Drawing:
@@ -99,73 +91,33 @@ METHODS: dict[str, Method] = {
     method.key: method
     for method in (
         # One network.
-        Method("plain", "One network", "network", GREY, "-", Drawing()),
-        Method("sbn", "SBN", "network", GREEN, "--", _SBN),
-        Method("tuned", "Tuned SBN", "network", GREEN, ":", _tuned(_SBN)),
-        Method("tuned-by-layer", "SBN, tuned by layer", "network", SKY, ":", _tuned(_SBN, "layers")),
-        Method("sbn-conditioned", "SBN, conditioned", "network", SKY, "--", replace(_SBN, conditioned=True)),
-        Method("lowrank", "Low rank", "network", ORANGE, "--", Drawing("lowrank")),
-        Method("lowrank-tuned", "Low rank, tuned", "network", ORANGE, ":", _tuned(Drawing("lowrank"))),
-        Method("empirical", "Real mini-batches", "network", SKY, "-", Drawing("empirical")),
-        Method("real", "Real mini-batches, conditioned", "network", PURPLE, "--", _REAL),
-        Method(
-            "real-tuned",
-            "Real mini-batches, conditioned, tuned",
-            "network",
-            PURPLE,
-            ":",
-            _tuned(replace(_REAL, exhaustive=True)),
-        ),
-        Method("stage", "Last stage", "network", ORANGE, "--", _STAGE),
-        Method("stage-tuned", "Last stage, tuned", "network", ORANGE, "-.", _tuned(_STAGE)),
-        Method("last", "Last layer", "network", PURPLE, "-", _LAST),
-        Method("last-tuned", "Last layer, tuned", "network", PURPLE, "-.", _tuned(_LAST)),
-        Method(
-            "layers-apart", "Real mini-batches, layers apart", "network", GREY, "--", replace(_REAL, apart="layers")
-        ),
-        Method(
-            "channels-apart",
-            "Real mini-batches, channels apart",
-            "network",
-            GREY,
-            ":",
-            replace(_REAL, apart="channels"),
-        ),
-        Method("exact", "Exact (eq. 3)", "network", BLACK, "-", Drawing("exact")),
+        Method("plain", "One network", GREY, "-", Drawing()),
+        Method("sbn", "SBN", GREEN, "--", _SBN),
+        Method("tuned", "Tuned SBN", GREEN, ":", _tuned(_SBN)),
+        Method("tuned-by-layer", "SBN, tuned by layer", SKY, ":", _tuned(_SBN, "layers")),
+        Method("sbn-conditioned", "SBN, conditioned", SKY, "--", replace(_SBN, conditioned=True)),
+        Method("lowrank", "Low rank", ORANGE, "--", Drawing("lowrank")),
+        Method("lowrank-tuned", "Low rank, tuned", ORANGE, ":", _tuned(Drawing("lowrank"))),
+        Method("empirical", "Real mini-batches", SKY, "-", Drawing("empirical")),
+        Method("real", "Real mini-batches, conditioned", PURPLE, "--", _REAL),
+        Method("real-tuned", "Real mini-batches, conditioned, tuned", PURPLE, ":", _tuned(_ALL_REAL)),
+        Method("stage", "Last stage", ORANGE, "--", _STAGE),
+        Method("stage-tuned", "Last stage, tuned", ORANGE, "-.", _tuned(_STAGE)),
+        Method("last", "Last layer", PURPLE, "-", _LAST),
+        Method("last-tuned", "Last layer, tuned", PURPLE, "-.", _tuned(_LAST)),
+        Method("layers-apart", "Real mini-batches, layers apart", GREY, "--", replace(_REAL, apart="layers")),
+        Method("channels-apart", "Real mini-batches, channels apart", GREY, ":", replace(_REAL, apart="channels")),
+        Method("exact", "Exact (eq. 3)", BLACK, "-", Drawing("exact")),
         # Several networks.
-        Method("ensemble", "Deep Ensembles", "ensemble", BLUE, "-", Drawing(), "plain"),
-        Method("ensemble+sbn", "Deep Ensembles + SBN", "ensemble", BLUE, "--", _SBN, "sbn"),
-        Method(
-            "ensemble+tuned",
-            "Deep Ensembles + tuned SBN",
-            "ensemble",
-            BLUE,
-            ":",
-            _tuned(_SBN, "ensemble"),
-            "ensemble+tuned",
-        ),
-        Method(
-            "ensemble-tempered",
-            "Deep Ensembles, each + temperature",
-            "ensemble",
-            SKY,
-            "-.",
-            Drawing(),
-            "plain+temperature",
-        ),
-        Method("ensemble+last", "Deep Ensembles + last layer", "ensemble", ORANGE, "-", _LAST, "last"),
-        Method(
-            "ensemble+last-tuned",
-            "Deep Ensembles + last layer, tuned",
-            "ensemble",
-            ORANGE,
-            "-.",
-            _tuned(_LAST),
-            "last-tuned",
-        ),
+        Method("ensemble", "Deep Ensembles", BLUE, "-", Drawing(), "plain"),
+        Method("ensemble+sbn", "Deep Ensembles + SBN", BLUE, "--", _SBN, "sbn"),
+        Method("ensemble+tuned", "Deep Ensembles + tuned SBN", BLUE, ":", _tuned(_SBN, "ensemble"), "ensemble+tuned"),
+        Method("ensemble-tempered", "Deep Ensembles, each + temperature", SKY, "-.", Drawing(), "plain+temperature"),
+        Method("ensemble+last", "Deep Ensembles + last layer", ORANGE, "-", _LAST, "last"),
+        Method("ensemble+last-tuned", "Deep Ensembles + last layer, tuned", ORANGE, "-.", _tuned(_LAST), "last-tuned"),
         # Networks with dropout.
-        Method("dropout", "Dropout", "dropout", VERMILION, "-", _DROPOUT),
-        Method("dropout+sbn", "Dropout + SBN", "dropout", VERMILION, "--", replace(_SBN, dropout=True)),
-        Method("dropout+tuned", "Dropout + tuned SBN", "dropout", VERMILION, ":", _tuned(replace(_SBN, dropout=True))),
+        Method("dropout", "Dropout", VERMILION, "-", Drawing(dropout=True)),
+        Method("dropout+sbn", "Dropout + SBN", VERMILION, "--", _DROPOUT_SBN),
+        Method("dropout+tuned", "Dropout + tuned SBN", VERMILION, ":", _tuned(_DROPOUT_SBN)),
     )
 }

@@ -206,6 +206,19 @@ def test_a_network_that_another_process_trains_is_waited_for(tmp_path: Path) -> 
     assert [one.state for one in plan(experiment, tmp_path, num_samples=4)] == ["done"] * 2
 
 
+def test_one_lock_covers_training_and_evaluation(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    lock = checkpoint_path(PLAIN, 0).with_name("seed0.safetensors.lock")
+    held: list[int] = []
+    for name in ("train", "evaluate_network"):
+        original = getattr(queue, name)
+        note = lambda *a, original=original, **o: (held.append(lock.stat().st_ino), original(*a, **o))[1]  # noqa: E731
+        monkeypatch.setattr(queue, name, note)
+    run(Experiment("tiny", PLAIN, 1), tmp_path, jobs=1)
+    assert len(held) == 2
+    assert held[0] == held[1]
+    assert not lock.exists()
+
+
 @pytest.mark.parametrize("jobs", [0, -1])
 def test_no_jobs_at_all(tmp_path: Path, jobs: int) -> None:
     with pytest.raises(ValueError, match=rf"at least 1 job, got {jobs}\. Pass the number of cores"):

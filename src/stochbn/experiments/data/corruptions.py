@@ -38,11 +38,7 @@ def _blur(pixels: Pixels, strength: int) -> Pixels:
     return blurred
 
 
-CORRUPTIONS: dict[str, Callable[[Pixels, int], Pixels]] = {
-    "rotation": _rotate,
-    "noise": _add_noise,
-    "blur": _blur,
-}
+CORRUPTIONS: dict[str, Callable[[Pixels, int], Pixels]] = {"rotation": _rotate, "noise": _add_noise, "blur": _blur}
 
 
 def corrupt(images: Tensor, kind: str, strength: int) -> Tensor:

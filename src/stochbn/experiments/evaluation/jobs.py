@@ -12,28 +12,18 @@ from stochbn.experiments.files import File, is_current, provenance
 
 @dataclass(frozen=True)
 class Job:
-    """A file to make.
+    """A file to make."""
 
-    Attributes:
-        title: What a log says of it.
-        path: Where the file lies.
-        identity: What it is made of, in JSON values. A file whose header has the same is left alone.
-        make: Computes the file. Its header need hold neither the identity nor the provenance.
-    """
-
-    title: str
-    path: Path
-    identity: Mapping[str, Any]
-    make: Callable[[], File]
+    title: str  # what a log says of it
+    path: Path  # where the file lies
+    identity: Mapping[str, Any]  # what it is made of, in JSON values; a file whose header has the same is left alone
+    make: Callable[[], File]  # computes the file; its header need hold neither the identity nor the provenance
 
 
 def complete(jobs: Iterable[Job], *, command: str, console: Console) -> None:
     """Makes the file of every job that has none, one after the other, and writes each whole as soon as it is made.
 
-    Args:
-        jobs: In the order in which they are done; those from a generator are asked for one by one.
-        command: What a user would type to get these files.
-        console: Where a line for each job goes.
+    The files say that a user gets them by the command. Jobs from a generator are asked for one by one.
     """
     for job in jobs:
         if not is_current(job.path, job.identity):

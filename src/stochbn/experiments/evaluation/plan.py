@@ -16,22 +16,14 @@ from stochbn.experiments.training.recipes import Experiment, Recipe
 
 @dataclass(frozen=True)
 class Run:
-    """One network of an experiment and how far it is.
+    """One network of an experiment and how far it is."""
 
-    Attributes:
-        recipe: It is trained by.
-        seed: It is trained with.
-        state: "done" if it is trained and evaluated, or its predictions at least are there; "running" if a process
-            is at work on it.
-        epochs: How many it is trained for.
-        seconds_left: What is left to do on one core, if that can be estimated.
-    """
-
-    recipe: Recipe
-    seed: int
+    recipe: Recipe  # it is trained by
+    seed: int  # it is trained with
+    # "done" if its predictions are there, also without the network; "running" if a process is at work on it
     state: Literal["done", "running", "left"]
-    epochs: int
-    seconds_left: float | None
+    epochs: int  # how many it is trained for
+    seconds_left: float | None  # what is left to do on one core, if that can be estimated
 
     @property
     def name(self) -> str:
@@ -48,8 +40,7 @@ def plan(experiment: Experiment, folder: Path, *, num_samples: int | None = None
     Raises:
         CheckpointError: A checkpoint is damaged or of another recipe.
     """
-    epochs: dict[tuple[Recipe, int], int] = {}
-    done: set[tuple[Recipe, int]] = set()
+    epochs, done = {}, set()
     trained: dict[Recipe, list[tuple[float, float]]] = {}  # seconds and work of each epoch
     evaluated: dict[Recipe, list[float]] = {}
     for recipe, seed in experiment.runs():
@@ -64,17 +55,16 @@ def plan(experiment: Experiment, folder: Path, *, num_samples: int | None = None
     every = [epoch for of_recipe in trained.values() for epoch in of_recipe]
     runs = []
     for (recipe, seed), count in epochs.items():
-        seconds, work = map(sum, zip(*(trained[recipe] or every), strict=True)) if every else (0.0, 0.0)
-        left = None
         if (recipe, seed) in done:
-            left = 0.0
-        elif work:
+            runs.append(Run(recipe, seed, "done", count, 0.0))
+            continue
+        left = None
+        if every:
+            seconds, work = map(sum, zip(*(trained[recipe] or every), strict=True))
             left = seconds / work * sum(_work_of(recipe, epoch) for epoch in range(count, recipe.epochs))
             left += max(evaluated.get(recipe, [0.0]))
-        state: Literal["done", "running", "left"] = "done" if (recipe, seed) in done else "left"
-        if state == "left" and is_locked(checkpoint_path(recipe, seed)):
-            state = "running"
-        runs.append(Run(recipe, seed, state, count, left))
+        is_running = is_locked(checkpoint_path(recipe, seed))
+        runs.append(Run(recipe, seed, "running" if is_running else "left", count, left))
     return runs
 
 

@@ -13,46 +13,27 @@ from stochbn.experiments.training.recipes import Recipe
 
 @dataclass(frozen=True)
 class Curve:
-    """How the effect of M is measured on one network with SBN.
+    """How the effect of M is measured on one network with SBN."""
 
-    Attributes:
-        batch_sizes: Each M.
-        num_samples: Draws.
-        num_inputs: At most so many of test and of out-of-domain images.
-        num_fit_inputs: Training images that the statistics are fitted on; None takes all.
-    """
-
-    batch_sizes: tuple[int, ...]
-    num_samples: int
-    num_inputs: int
-    num_fit_inputs: int | None = None
+    batch_sizes: tuple[int, ...]  # each M
+    num_samples: int  # draws
+    num_inputs: int  # at most so many of test and of out-of-domain images
+    num_fit_inputs: int | None = None  # training images that the statistics are fitted on; None takes all
 
 
 @dataclass(frozen=True)
 class Protocol:
-    """What `evaluate` computes.
+    """What `evaluate` computes."""
 
-    Attributes:
-        num_samples: S, draws of each method that is drawn at random.
-        plain: Methods of networks without dropout.
-        dropout: Methods of networks with it.
-        curve: Of the effect of M.
-        num_kept: Draws of the methods that take statistics of real mini-batches, each once.
-        num_kept_by_stage: The same where the whole last stage is drawn, which is more expensive.
-        num_fit_batches: How many mini-batches those are taken from; None takes all.
-        compiles_ends: Whether predictions that draw the end of the network alone are compiled.
-        has_appendices: Whether exact inference, Appendices A and B and the effect of S are measured too.
-    """
-
-    num_samples: int
-    plain: tuple[Method, ...]
-    dropout: tuple[Method, ...]
-    curve: Curve
-    num_kept: int = 256
-    num_kept_by_stage: int = 256
-    num_fit_batches: int | None = None
-    compiles_ends: bool = False
-    has_appendices: bool = True
+    num_samples: int  # S, draws of each method that is drawn at random
+    plain: tuple[Method, ...]  # methods of networks without dropout
+    dropout: tuple[Method, ...]  # methods of networks with it
+    curve: Curve  # of the effect of M
+    num_kept: int = 256  # draws of the methods that take statistics of real mini-batches, each once
+    num_kept_by_stage: int = 256  # the same where the whole last stage is drawn, which is more expensive
+    num_fit_batches: int | None = None  # how many mini-batches those are taken from; None takes all
+    compiles_ends: bool = False  # whether predictions that draw the end of the network alone are compiled
+    has_appendices: bool = True  # whether exact inference, Appendices A and B and the effect of S are measured too
 
     def draws(self, recipe: Recipe) -> dict[str, int]:
         """Returns the key of every method for a network, with the most networks that it draws."""

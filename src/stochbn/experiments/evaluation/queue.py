@@ -14,6 +14,7 @@ from io import StringIO
 from multiprocessing.connection import Connection, wait
 from multiprocessing.process import BaseProcess
 from pathlib import Path
+from typing import Any
 
 import torch
 from rich.console import Console
@@ -44,16 +45,9 @@ def reproduce(
     """Trains every network of an experiment, evaluates each as soon as it is trained, and measures the first closely.
 
     What has been done is not done again. With several jobs each network has a process of its own, with one thread: on
-    few cores that makes the most of them. There the others go on if one fails. A network that another process is at
-    work on is left to it.
-
-    Args:
-        experiment: Which networks.
-        folder: Where predictions go.
-        jobs: How many networks at a time. A single job runs in this process, with the threads that torch has.
-        num_samples: S; by default that of the data set's protocol.
-        data: Where you keep the published data files, asked before any download.
-        console: Where the plan and the progress go.
+    few cores that makes the most of them. There the others go on if one fails. A single job runs in this process, with
+    the threads that torch has. A network that another process is at work on is left to it. The other arguments are
+    those of `evaluate`.
 
     Raises:
         ValueError: `jobs` is below 1.
@@ -84,17 +78,12 @@ class _Maker:
     data: Path | None
 
     def __call__(self, run: Run, console: Console) -> None:
-        path = train(run.recipe, run.seed, folder=self.data, console=console)
-        with locked(path, run.name):  # so that a plan shows it as running
-            evaluate_network(
-                self.experiment,
-                run.recipe,
-                run.seed,
-                self.folder,
-                num_samples=self.num_samples,
-                data=self.data,
-                console=console,
-            )
+        path = checkpoint_path(run.recipe, run.seed)
+        check_writable(path.parent)
+        with locked(path, run.name):  # for both: meanwhile a plan shows it as running, and no other queue takes it up
+            train(run.recipe, run.seed, folder=self.data, console=console, lock=False)
+            options: dict[str, Any] = {"num_samples": self.num_samples, "data": self.data, "console": console}
+            evaluate_network(self.experiment, run.recipe, run.seed, self.folder, **options)
 
     def plan(self) -> list[Run]:
         return plan(self.experiment, self.folder, num_samples=self.num_samples)

@@ -11,17 +11,12 @@ from stochbn.uncertainty import entropy
 
 TEMPERATURES = (0.25, 8.0)  # the lowest and the highest that are considered
 
-Network = dict[
-    str, tuple[Tensor, Tensor]
-]  # by part of the data: probabilities (N, K), and the draws' mean entropy (N,)
+# By part of the data: probabilities (N, K), and the draws' mean entropy (N,).
+Network = dict[str, tuple[Tensor, Tensor]]
 
 
 def choose_temperature(probs: Tensor, labels: Tensor) -> float:
-    """Returns the T whose p^(1/T), normalised, has the lowest NLL.
-
-    Args:
-        probs: Of the validation data, (N, K), none of them 0.
-        labels: Theirs, (N,).
+    """Returns the T whose p^(1/T), normalised, has the lowest NLL, of probabilities (N, K), none of them 0.
 
     Examples:
         >>> import torch
@@ -61,10 +56,8 @@ def temper_network(network: Network, labels: Tensor) -> tuple[Network, float]:
 def choose_spread(losses: Mapping[float, Tensor]) -> float:
     """Returns the spread that is nearest to the fitted one, 1, among those within one standard error of the best.
 
-    So the fitted one stands unless another is better by more than one standard error of their paired difference.
-
-    Args:
-        losses: By spread, the loss of each validation input, (N,).
+    So the fitted one stands unless another is better by more than one standard error of their paired difference. Losses
+    are those of each validation input, (N,).
 
     Examples:
         >>> import torch
@@ -73,9 +66,6 @@ def choose_spread(losses: Mapping[float, Tensor]) -> float:
         (1.0, 2.0)
     """
     best = min(losses, key=lambda spread: losses[spread].mean().item())
-    near = [spread for spread, loss in losses.items() if _is_within_standard_error(loss - losses[best])]
+    differences = {spread: loss - losses[best] for spread, loss in losses.items()}
+    near = [spread for spread, each in differences.items() if each.mean() <= each.std() / math.sqrt(len(each))]
     return min(near, key=lambda spread: (abs(math.log(spread)), losses[spread].mean().item()))
-
-
-def _is_within_standard_error(difference: Tensor) -> bool:
-    return (difference.mean() <= difference.std() / math.sqrt(len(difference))).item() is True

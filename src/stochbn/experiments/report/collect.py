@@ -50,7 +50,11 @@ def collect(files: Sequence[File]) -> Results:
         for method in METHODS.values()
         for scored in _list_rows(method, networks, chosen, validation)
     }
-    return Results(files[0].header, labels, _add_wanted(methods, files[0].header["experiment"]), has_out_of_domain)
+    if experiment := EXPERIMENTS.get(files[0].header["experiment"]):
+        for key, scored in methods.items():
+            wanted = experiment.num_dropout_seeds if scored.method.group == "dropout" else experiment.num_seeds
+            methods[key] = replace(scored, num_wanted=wanted)
+    return Results(files[0].header, labels, methods, has_out_of_domain)
 
 
 def select_exact(results: Results, diagnostics: File) -> Results | None:
@@ -90,9 +94,8 @@ def _read_networks(files: Sequence[File], parts: Sequence[str]) -> dict[str, Net
     for method in (*METHODS.values(), *(METHODS[key].at(spread) for key, _ in _SPREAD for spread in SPREADS)):
         for file in sorted(files, key=lambda file: file.header["seed"]):
             if f"{method.key}/test/log_probs" in file.tensors:
-                found.setdefault(method.key, {})[file.header["seed"]] = {
-                    part: unpack(file, method.key, part) for part in parts
-                }
+                network = {part: unpack(file, method.key, part) for part in parts}
+                found.setdefault(method.key, {})[file.header["seed"]] = network
     for key, _ in _SPREAD:
         fitted = METHODS[key].at(1.0).key
         if fitted in found:
@@ -141,7 +144,7 @@ def _list_rows(
     each = list(members.values())
     # With one of two left out there is no ensemble.
     left_out = [each[:i] + each[i + 1 :] for i in range(len(each))] if len(each) > 2 else []
-    ensembles = [_average(networks) for networks in (each, *left_out)]
+    ensembles = [{part: average([one[part] for one in some]) for part in each[0]} for some in (each, *left_out)]
     yield _score_ensemble(method, tuple(members), ensembles)
     if method.key == "ensemble" and validation is not None:
         tempered = [temper_network(ensemble, validation) for ensemble in ensembles]
@@ -156,21 +159,6 @@ def _score_ensemble(
     whole, *rest = (_to_output(ensemble, several) for ensemble in ensembles)
     words = f"the {len(rest)} ensembles of {len(rest) - 1}" if rest else ""
     return Scored(method, seeds, (whole,), tuple(rest) or (whole,), words)
-
-
-def _add_wanted(methods: dict[str, Scored], name: str) -> dict[str, Scored]:
-    """Notes how many networks each method has when the experiment is complete."""
-    if name not in EXPERIMENTS:
-        return methods
-    plain, dropout = EXPERIMENTS[name].num_seeds, EXPERIMENTS[name].num_dropout_seeds
-    return {
-        key: replace(scored, num_wanted=dropout if scored.method.group == "dropout" else plain)
-        for key, scored in methods.items()
-    }
-
-
-def _average(networks: Sequence[Network]) -> Network:
-    return {part: average([network[part] for network in networks]) for part in networks[0]}
 
 
 def _to_output(network: Network, several: bool) -> dict[str, Output]:

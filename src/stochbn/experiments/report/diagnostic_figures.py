@@ -113,17 +113,9 @@ def draw_distances(file: File) -> Figure:
             label = f"r({symbol})" if position == 0 else None
             axes.plot(jittered, distances, "o", color=colour, markersize=2, alpha=0.5, markeredgewidth=0, label=label)
             if len(distances):
-                box = {"color": "black", "linewidth": 0.8}
-                axes.boxplot(
-                    distances,
-                    positions=[x],
-                    widths=0.3,
-                    showfliers=False,
-                    boxprops=box,
-                    whiskerprops=box,
-                    capprops=box,
-                    medianprops=box | {"linewidth": 1.6},
-                )
+                look: Any = {f"{part}props": {"color": "black", "linewidth": 0.8} for part in ("box", "whisker", "cap")}
+                look |= {"medianprops": {"color": "black", "linewidth": 1.6}, "showfliers": False}
+                axes.boxplot(distances, positions=[x], widths=0.3, **look)
     axes.set_xticks(range(len(layers)), [short_name(layer) for layer in layers])
     if len(layers) > 6:
         axes.tick_params(axis="x", labelrotation=90)
@@ -139,9 +131,8 @@ def draw_bound(bound: dict[str, Any]) -> Figure:
     """Draws the lower bound and the marginal log-likelihood with standard errors, at initialisation and trained."""
     figure = Figure(figsize=(NARROW, 2.8), layout="constrained")
     names = {"lower": "Lower bound\nE log p", "marginal": "Marginal\nlog E p"}
-    for axes, (stage, title) in zip(
-        figure.subplots(1, 2), (("before", "At initialisation"), ("after", "Trained")), strict=True
-    ):
+    stages = (("before", "At initialisation"), ("after", "Trained"))
+    for axes, (stage, title) in zip(figure.subplots(1, 2), stages, strict=True):
         for x, key in enumerate(names):
             mean, deviation = bound[stage][key]
             axes.errorbar(x, mean, deviation, fmt="o", color="black", capsize=4, markersize=6)
@@ -174,13 +165,10 @@ def draw_gallery(file: File) -> Figure:
             pixels = image.permute(1, 2, 0).numpy()  # (H, W, C)
             axes.imshow(pixels if pixels.shape[2] == 3 else pixels[:, :, 0], cmap="gray", vmin=0, vmax=255)
             arrow = "\n→ " if long else " → "
-            text = f"{names[int(label)]}{arrow}{header['classes'][int(guess)]}\n{_entropy_text(float(h))}"
+            entropy = f"{h:.2f}" if h >= 0.005 else "< 0.005"
+            text = f"{names[int(label)]}{arrow}{header['classes'][int(guess)]}\n{entropy}"
             axes.text(0.5, -0.06, text, transform=axes.transAxes, ha="center", va="top", fontsize=8)
     return figure
-
-
-def _entropy_text(value: float) -> str:
-    return f"{value:.2f}" if value >= 0.005 else "< 0.005"
 
 
 def short_name(layer: str) -> str:

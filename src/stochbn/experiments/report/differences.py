@@ -8,12 +8,9 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from stochbn.experiments.files import PARTS
-from stochbn.experiments.report.scores import NUM_BINS, Output, Ranking, Scored, Values, find_bins, log_loss
+from stochbn.experiments.report.scores import NUM_BINS, Output, Ranking, Scored, find_bins, log_loss, mean_scores
 
 NUM_RESAMPLES = 500
-_SEED = 0
-
-Counts = NDArray[np.int64]  # how often each input of a part was drawn
 
 
 @dataclass(frozen=True)
@@ -55,7 +52,7 @@ def compare(
         pairs: Keys of methods.
         num_resamples: How often images and networks are drawn.
     """
-    generator = np.random.default_rng(_SEED)
+    generator = np.random.default_rng(0)
     used = sorted({key for pair in pairs for key in pair})
     if not used:
         return []
@@ -65,30 +62,21 @@ def compare(
         raise ValueError(f"Expected methods with the same networks, got {used}. Compare those alone that have all.")
     prepared = {key: [_Prepared(output, labels) for output in methods[key].outputs] for key in used}
     once = {part: np.ones(count, dtype=np.int64) for part, count in counts.items()}
-    found = {key: _average([output.score(once) for output in prepared[key]]) for key in used}
-    varied: dict[str, list[dict[str, float]]] = {key: [] for key in used}
+    scores = {key: [mean_scores([output.score(once) for output in prepared[key]])] for key in used}
     for _ in range(num_resamples):
         drawn = {part: np.bincount(generator.integers(n, size=n), minlength=n) for part, n in counts.items()}
         networks = generator.integers(num_networks, size=max(1, num_networks - 1))
         for key in used:
             each = [output.score(drawn) for output in prepared[key]]
-            varied[key].append(_average(each if len(each) == 1 else [each[i] for i in networks]))
-    return [
-        Difference(first, second, _find_intervals(found[first], found[second], varied[first], varied[second]))
-        for first, second in pairs
-    ]
+            scores[key].append(mean_scores(each if len(each) == 1 else [each[i] for i in networks]))
+    return [Difference(first, second, _find_intervals(scores[first], scores[second])) for first, second in pairs]
 
 
-def _find_intervals(
-    first: dict[str, float],
-    second: dict[str, float],
-    first_varied: Sequence[dict[str, float]],
-    second_varied: Sequence[dict[str, float]],
-) -> dict[str, Interval]:
+def _find_intervals(first: Sequence[dict[str, float]], second: Sequence[dict[str, float]]) -> dict[str, Interval]:
+    """Compares two lists of scores: on the inputs as they are, then on resamples of them."""
     intervals = {}
-    for key in first:
-        difference = first[key] - second[key]
-        varied = [a[key] - b[key] for a, b in zip(first_varied, second_varied, strict=True)]
+    for key in first[0]:
+        difference, *varied = (a[key] - b[key] for a, b in zip(first, second, strict=True))
         low, high = np.percentile(varied, [2.5, 97.5])
         intervals[key] = Interval(difference, float(2 * difference - high), float(2 * difference - low))
     return intervals
@@ -103,18 +91,18 @@ class _Prepared:
         correct = (predicted == labels).double()
         shares = probs.clone()
         shares[range(len(labels)), labels] -= 1
-        self.losses: dict[str, Values] = {
+        self.losses = {
             "error_percent": 100 * (1 - correct).numpy(),
             "nll": log_loss(probs, labels).numpy(),
             "brier": shares.square().sum(1).numpy(),
         }
         self.bins = find_bins(confidence.numpy())
-        self.gaps: Values = (confidence - correct).numpy()
+        self.gaps = (confidence - correct).numpy()
         other = output.get("out-of-domain")
         self.ranking = None if other is None else Ranking(output["test"].entropy, other.entropy)
 
-    def score(self, counts: Mapping[str, Counts]) -> dict[str, float]:
-        """Returns the scores on inputs that count so often."""
+    def score(self, counts: Mapping[str, NDArray[np.int64]]) -> dict[str, float]:
+        """Returns the scores on inputs of each part that count so often."""
         known = counts["test"]
         scores = {key: float(known @ loss / known.sum()) for key, loss in self.losses.items()}
         gaps = np.bincount(self.bins, weights=known * self.gaps, minlength=NUM_BINS)
@@ -123,7 +111,3 @@ class _Prepared:
             found = self.ranking.score(np.concatenate([counts[part] for part in PARTS]))
             scores |= {f"{key}_entropy": value for key, value in found.items()}
         return scores
-
-
-def _average(each: Sequence[dict[str, float]]) -> dict[str, float]:
-    return {key: float(np.mean([scores[key] for scores in each])) for key in each[0]}

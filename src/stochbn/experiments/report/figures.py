@@ -48,10 +48,8 @@ _CURVES = {
     *("plain", "sbn", "tuned", "last", "last-tuned", "dropout", "dropout+sbn", "dropout+tuned"),
     *("ensemble", "ensemble+sbn", "ensemble+last", "ensemble+last-tuned"),
 }
-_TUNED = {
-    "last": "last-tuned",
-    "ensemble+last": "ensemble+last-tuned",
-}  # drawn in place of the fitted, where it is there
+# Drawn in place of the fitted, where it is there.
+_TUNED = {"last": "last-tuned", "ensemble+last": "ensemble+last-tuned"}
 
 
 def render(figure: Figure) -> dict[str, bytes]:
@@ -100,17 +98,14 @@ def draw_ecdf(results: Results, part: str) -> Figure:
 @matplotlib.rc_context(STYLE)
 def draw_reliability(results: Results) -> Figure:
     """Draws accuracy against confidence in 15 equal bins, and the share of inputs in each; a column for each pair."""
-    groups = {"network": "One network", "ensemble": "Deep Ensembles", "dropout": "Dropout"}
-    curves = select_curves(results)
-    columns = [
-        (title, [scored for scored in curves if scored.method.group == group])
-        for group, title in groups.items()
-        if any(scored.method.group == group for scored in curves)
-    ]
+    titles = {"network": "One network", "ensemble": "Deep Ensembles", "dropout": "Dropout"}
+    columns: dict[str, list[Scored]] = {}
+    for scored in select_curves(results):  # in the order of the titles
+        columns.setdefault(titles[scored.method.group], []).append(scored)
     figure = Figure(figsize=(FULL if len(columns) > 1 else NARROW, 3.9), layout="constrained")
     grid = figure.subplots(2, len(columns), sharex=True, sharey="row", height_ratios=(2.4, 1), squeeze=False)
     edges = np.linspace(0, 1, NUM_BINS + 1)
-    for (upper, lower), (title, members) in zip(grid.T, columns, strict=True):
+    for (upper, lower), (title, members) in zip(grid.T, columns.items(), strict=True):
         upper.plot([0, 1], [0, 1], color="black", linewidth=0.7, linestyle=":")
         for scored in members:
             confidence, accuracy, share, count = bin_confidence(scored, results)

@@ -4,6 +4,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from stochbn.experiments.files import File
+from stochbn.experiments.methods import METHODS
 from stochbn.experiments.report.scores import Chosen, Results, Scored
 from stochbn.experiments.training.recipes import EXPERIMENTS
 
@@ -126,11 +127,8 @@ def _describe_missing(results: Results) -> list[str]:
     if experiment is None:
         return []
     notes = []
-    for key, label, wanted in (
-        ("plain", "One network", experiment.num_seeds),
-        ("dropout", "Dropout", experiment.num_dropout_seeds),
-    ):
-        found = len(results.methods[key].seeds) if key in results.methods else 0
+    for key, wanted in (("plain", experiment.num_seeds), ("dropout", experiment.num_dropout_seeds)):
+        label, found = METHODS[key].label, len(results.methods[key].seeds) if key in results.methods else 0
         if found < wanted:
             notes.append(f"Not finished: {label} has {found} of the {wanted} networks of this experiment.")
     return notes

@@ -1,7 +1,7 @@
 """What the paper prints and concludes, set beside ours and checked on it. Pure functions."""
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 
 import numpy as np
@@ -37,6 +37,7 @@ _PAPER: dict[str, dict[str, tuple[float, float, float, float, float]]] = {
 _ERROR_TOLERANCE = {"lenet5": 0.15, "vgg11": 1.5, "resnet18": 1.5}
 # The paper's rounding, and how well its plots can be read.
 _HALF_DIGIT = {"error_percent": 0.005, "nll": 0.0005, "entropy_out_of_domain": 0.02}
+_NO_OUT_OF_DOMAIN = "no out-of-domain predictions"
 _PAIRS = (("plain", "sbn"), ("ensemble", "ensemble+sbn"), ("dropout", "dropout+sbn"))  # without SBN, and with it
 
 
@@ -72,19 +73,13 @@ def set_beside(experiment: str, scores: Scores) -> Papers:
         '0.004 lower'
     """
     table: Papers = {}
-    for method, (errors, errors_std, nlls, nlls_std, median) in _PAPER.get(experiment, {}).items():
-        printed = {
-            "error_percent": (errors, errors_std),
-            "nll": (nlls, nlls_std),
-            "entropy_out_of_domain": (median, None),
-        }
+    for method, (error, error_std, nll, nll_std, median) in _PAPER.get(experiment, {}).items():
+        printed = {"error_percent": (error, error_std), "nll": (nll, nll_std), "entropy_out_of_domain": (median, None)}
         for key, (value, std) in printed.items():
             if key in scores.get(method, {}):
                 difference = scores[method][key].value - value
-                within = abs(difference) <= (std or 0) + _HALF_DIGIT[key]
-                digits = 3 if key == "nll" else 2
-                verdict = f"{abs(difference):.{digits}f} {'lower' if difference < 0 else 'higher'}"
-                if within:
+                verdict = f"{abs(difference):.{3 if key == 'nll' else 2}f} {'lower' if difference < 0 else 'higher'}"
+                if abs(difference) <= (std or 0) + _HALF_DIGIT[key]:
                     verdict = "the same" if std is None else "within ±"
                 table.setdefault(method, {})[key] = PaperScore(value, std, verdict)
     return table
@@ -96,12 +91,9 @@ def check_claims(results: Results, scores: Scores) -> list[Claim]:
     A paired difference is over the test inputs, of the loss averaged over the networks, with its standard error.
     """
     pairs = [pair for pair in _PAIRS if all(key in results.methods for key in pair)]
-    return [
-        *(_check_nll(results, scores, *pair) for pair in pairs),
-        *(_check_error(results, scores, *pair) for pair in pairs),
-        *(_check_ecdf(results, scores, *pair) for pair in pairs),
-        *_check_overconfidence(results, scores),
-    ]
+    by_pair = [_check_pair(results, scores, *pair) for pair in pairs]
+    claims = [claim for alike in zip(*by_pair, strict=True) for claim in alike]  # the NLL of every pair comes first
+    return [*claims, *_check_overconfidence(results, scores)]
 
 
 def check_reproduction(experiment: str, scores: Scores, papers: Papers) -> list[Claim]:
@@ -115,18 +107,18 @@ def check_reproduction(experiment: str, scores: Scores, papers: Papers) -> list[
     """
     claims = []
     for method, row in papers.items():
-        label = METHODS[method].label
+        label, ours = METHODS[method].label, scores[method]
         if "error_percent" in row:
-            ours, theirs = scores[method]["error_percent"].value, row["error_percent"].value
-            limit = _ERROR_TOLERANCE[experiment]
-            numbers = f"{ours:.2f} % here, {theirs:.2f} % in the paper"
-            statement = f"{label}: error within {limit:g} points of Table 1"
-            claims.append(Claim(statement, abs(ours - theirs) <= limit, numbers))
+            error, theirs, limit = ours["error_percent"].value, row["error_percent"].value, _ERROR_TOLERANCE[experiment]
+            numbers = f"{error:.2f} % here, {theirs:.2f} % in the paper"
+            claims.append(
+                Claim(f"{label}: error within {limit:g} points of Table 1", abs(error - theirs) <= limit, numbers)
+            )
         if "nll" in row:
-            ours, printed = scores[method]["nll"].value, row["nll"]
+            nll, printed = ours["nll"].value, row["nll"]
             highest = printed.value + (printed.std or 0) + _HALF_DIGIT["nll"]
-            numbers = f"{ours:.4f} here, {printed.value:.3f} ± {printed.std or 0:.3f} in the paper"
-            claims.append(Claim(f"{label}: NLL no higher than Table 1, with its ±", ours <= highest, numbers))
+            numbers = f"{nll:.4f} here, {printed.value:.3f} ± {printed.std or 0:.3f} in the paper"
+            claims.append(Claim(f"{label}: NLL no higher than Table 1, with its ±", nll <= highest, numbers))
     return claims
 
 
@@ -141,32 +133,30 @@ def dominance(left: Values, right: Values, highest: float, num_thresholds: int =
     return float(np.mean(ecdf(right, thresholds) <= ecdf(left, thresholds)))
 
 
-def _check_nll(results: Results, scores: Scores, base: str, extended: str) -> Claim:
-    without, with_sbn = (scores[key]["nll"].value for key in (base, extended))
-    change, error = _paired_difference(log_loss, results, extended, base)
-    numbers = f"{without:.4f} without, {with_sbn:.4f} with; paired difference {change:+.4f} ± {error:.4f}"
-    return Claim(f"{results.methods[base].label}: SBN lowers the NLL, or leaves it", with_sbn <= without, numbers)
+def _check_pair(results: Results, scores: Scores, base: str, extended: str) -> Iterator[Claim]:
+    """Checks what SBN does to a method: to its NLL, its error and its out-of-domain entropy."""
+    label, both = results.methods[base].label, (base, extended)
+    without, with_sbn = (scores[key]["nll"].value for key in both)
+    change, deviation = _paired_difference(log_loss, results, extended, base)
+    numbers = f"{without:.4f} without, {with_sbn:.4f} with; paired difference {change:+.4f} ± {deviation:.4f}"
+    yield Claim(f"{label}: SBN lowers the NLL, or leaves it", with_sbn <= without, numbers)
 
-
-def _check_error(results: Results, scores: Scores, base: str, extended: str) -> Claim:
-    without, with_sbn = (scores[key]["error_percent"].value for key in (base, extended))
-    change, error = _paired_difference(_zero_one_loss, results, extended, base)
+    without, with_sbn = (scores[key]["error_percent"].value for key in both)
+    change, deviation = _paired_difference(_zero_one_loss, results, extended, base)
     statement = "SBN keeps the level of error (paired difference within two standard errors)"
-    numbers = f"{without:.2f} % without, {with_sbn:.2f} % with; {100 * change:+.3f} ± {100 * error:.3f} points"
-    return Claim(f"{results.methods[base].label}: {statement}", abs(change) <= 2 * error, numbers)
+    numbers = f"{without:.2f} % without, {with_sbn:.2f} % with; {100 * change:+.3f} ± {100 * deviation:.3f} points"
+    yield Claim(f"{label}: {statement}", abs(change) <= 2 * deviation, numbers)
 
-
-def _check_ecdf(results: Results, scores: Scores, base: str, extended: str) -> Claim:
     statement = "SBN moves the out-of-domain ECDF to the right (the median, and 90 % of thresholds)"
-    holds, numbers = None, "no out-of-domain predictions"
+    holds, numbers = None, _NO_OUT_OF_DOMAIN
     if results.has_out_of_domain:
-        before, after = (scores[key]["entropy_out_of_domain"].value for key in (base, extended))
-        left, right = (results.methods[key].pooled_entropy("out-of-domain") for key in (base, extended))
+        without, with_sbn = (scores[key]["entropy_out_of_domain"].value for key in both)
+        left, right = (results.methods[key].pooled_entropy("out-of-domain") for key in both)
         share = dominance(left, right, highest=math.log(len(results.header["classes"])))
-        holds = after > before and share >= 0.9
-        numbers = f"median {before:.3f} without, {after:.3f} with; "
+        holds = with_sbn > without and share >= 0.9
+        numbers = f"median {without:.3f} without, {with_sbn:.3f} with; "
         numbers += f"at or to the right of it at {100 * share:.1f} % of thresholds"
-    return Claim(f"{results.methods[base].label}: {statement}", holds, numbers)
+    yield Claim(f"{label}: {statement}", holds, numbers)
 
 
 def _check_overconfidence(results: Results, scores: Scores) -> list[Claim]:
@@ -174,7 +164,7 @@ def _check_overconfidence(results: Results, scores: Scores) -> list[Claim]:
     if not baselines or "sbn" not in results.methods:
         return []
     names = " and ".join(results.methods[key].label for key in baselines)
-    holds, numbers = None, "no out-of-domain predictions"
+    holds, numbers = None, _NO_OUT_OF_DOMAIN
     if results.has_out_of_domain:
         ours, *others = (scores[key]["entropy_out_of_domain"].value for key in ("sbn", *baselines))
         holds = all(ours < other for other in others)

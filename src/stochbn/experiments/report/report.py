@@ -8,8 +8,7 @@ the same bytes.
 
 import base64
 import json
-from dataclasses import asdict, replace
-from importlib.resources import files as package_files
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -19,45 +18,24 @@ from rich.console import Console
 
 from stochbn.experiments.data.sources import DataError, write_atomically
 from stochbn.experiments.files import File, diagnostics_path
-from stochbn.experiments.methods import METHODS
-from stochbn.experiments.report import diagnostic_figures, figures
+from stochbn.experiments.report import diagnostic_figures, figures, tables
 from stochbn.experiments.report.collect import collect, select_exact
 from stochbn.experiments.report.differences import Difference, compare
 from stochbn.experiments.report.notes import describe_notes, describe_provenance, describe_title, summarise
 from stochbn.experiments.report.paper import Papers, check_claims, check_reproduction, set_beside
 from stochbn.experiments.report.scores import METRICS, Results, Scores, score
-from stochbn.experiments.report.tables import (
-    Grid,
-    appendix_tables,
-    claims_table,
-    differences_table,
-    print_grid,
-    print_tables,
-    rounded,
-    table_1,
-    table_2,
-    to_csv,
-    to_markdown,
-    training_table,
-)
 from stochbn.experiments.training.recipes import EXPERIMENTS
 
 _FIGURES = {
     *("ecdf-out-of-domain", "ecdf-known", "reliability", "rejection", "training"),
     *("samples", "batch-size", "ks", "bound", "gallery"),
 }
-_NOTHING = Grid([], [])
 
 
 def write_report(folder: Path, *, console: Console | None = None) -> Path:
     """Writes tables, figures and the page from the prediction files of a folder; replaces those of an earlier report.
 
-    Args:
-        folder: Holds `predictions/`, as `stochbn evaluate` writes it.
-        console: Where the table goes; standard output by default.
-
-    Returns:
-        The path of the page.
+    The files lie in `predictions/`, as `stochbn evaluate` writes them. Prints the table, and returns the page's path.
 
     Raises:
         DataError: There are no prediction files, or they do not belong together.
@@ -71,7 +49,7 @@ def write_report(folder: Path, *, console: Console | None = None) -> Path:
     claims = [*check_claims(results, scores), *check_reproduction(experiment, scores, papers)]
     exact = select_exact(results, diagnostics) if diagnostics else None
     exact_scores = score(exact) if exact else {}
-    differences = compare_recommended(results)
+    differences, labels = compare_recommended(results), {key: scored.label for key, scored in results.methods.items()}
     provenance, measured = describe_provenance(files, results), summarise(diagnostics)
     numbers = {
         "experiment": experiment,
@@ -84,40 +62,40 @@ def write_report(folder: Path, *, console: Console | None = None) -> Path:
         "diagnostics": measured,
     }
     grids = {
-        "first": table_1(results, scores, papers),
-        "second": table_2(results, scores),
-        "claims": claims_table(claims),
-        "differences": _lay_out_differences(results, differences),
-        "exact": replace(table_2(exact, exact_scores), bold=frozenset()) if exact else _NOTHING,
-        "training": training_table(files, results),
+        "first": tables.table_1(results, scores, papers),
+        "second": tables.table_2(results, scores),
+        "claims": tables.claims_table(claims),
+        "differences": tables.differences_table(differences, labels).transposed(),
+        "exact": tables.table_2(exact, exact_scores, marks_best=False) if exact else tables.Grid([], []),
+        "training": tables.training_table(files, results),
     }
-    notes, appendices = describe_notes(results, has_paper=bool(papers)), appendix_tables(measured)
-    images = _write_figures(folder / "figures", draw_all(results, files, diagnostics))
+    notes, appendices = describe_notes(results, has_paper=bool(papers)), tables.appendix_tables(measured)
     shown = [grid for grid in (*grids.values(), *appendices) if grid.rows]
+    page = _render_page(
+        **grids,
+        title=title,
+        header=results.header,
+        num_exact=len(exact.labels) if exact else 0,
+        num_held=sum(claim.holds is True for claim in claims),
+        num_checked=sum(claim.holds is not None for claim in claims),
+        notes=notes,
+        metrics=METRICS,
+        images=_write_figures(folder / "figures", draw_all(results, files, diagnostics)),
+        has_paper=bool(papers),
+        measured=measured,
+        provenance=provenance,
+    )
     text = {
-        "scores.json": json.dumps(rounded(numbers), indent=1, ensure_ascii=False) + "\n",
-        "table.csv": to_csv(results, scores, papers),
-        "table.md": "\n\n".join([*map(to_markdown, shown), *notes]) + "\n",
-        "report.html": _render_page(
-            **grids,
-            title=title,
-            header=results.header,
-            num_exact=len(exact.labels) if exact else 0,
-            num_held=sum(claim.holds is True for claim in claims),
-            num_checked=sum(claim.holds is not None for claim in claims),
-            notes=notes,
-            metrics=METRICS,
-            images=images,
-            has_paper=bool(papers),
-            measured=measured,
-            provenance=provenance,
-        ),
+        "scores.json": json.dumps(tables.rounded(numbers), indent=1, ensure_ascii=False) + "\n",
+        "table.csv": tables.to_csv(results, scores, papers),
+        "table.md": "\n\n".join([*map(tables.to_markdown, shown), *notes]) + "\n",
+        "report.html": page,
     }
     for name, content in text.items():
         write_atomically(folder / name, content.encode())
-    print_tables(console, title, results, scores, papers, claims)
+    tables.print_tables(console, title, results, scores, papers, claims)
     for grid in appendices:
-        print_grid(console, grid)
+        tables.print_grid(console, grid)
     return folder / "report.html"
 
 
@@ -128,18 +106,13 @@ def compare_recommended(results: Results) -> list[Difference]:
     """
     methods = results.methods
     one = "last-tuned" if "last-tuned" in methods else "last"
-    pairs = ((one, "ensemble"), (one, METHODS["plain"].tempered().key), ("ensemble+last", "ensemble"))
+    pairs = ((one, "ensemble"), (one, "plain+temperature"), ("ensemble+last", "ensemble"))
     return [
         difference
         for first, second in pairs
         if first in methods and second in methods and methods[first].seeds == methods[second].seeds
         for difference in compare(methods, results.labels, [(first, second)])
     ]
-
-
-def _lay_out_differences(results: Results, differences: list[Difference]) -> Grid:
-    labels = {key: scored.label for key, scored in results.methods.items()}
-    return differences_table(differences, labels).transposed() if differences else _NOTHING
 
 
 def read_files(folder: Path) -> tuple[list[File], File | None]:
@@ -160,26 +133,26 @@ def read_files(folder: Path) -> tuple[list[File], File | None]:
 
 def draw_all(results: Results, files: list[File], diagnostics: File | None) -> dict[str, Figure]:
     """Draws every figure that the files allow, by name."""
-    drawn = {}
-    if results.has_out_of_domain:
-        drawn["ecdf-out-of-domain"] = figures.draw_ecdf(results, "out-of-domain")
+    drawn = {"ecdf-out-of-domain": figures.draw_ecdf(results, "out-of-domain")} if results.has_out_of_domain else {}
     drawn["ecdf-known"] = figures.draw_ecdf(results, "test")
     drawn["reliability"] = figures.draw_reliability(results)
     drawn["rejection"] = figures.draw_rejection(results)
     drawn["training"] = figures.draw_training(files)
-    header = diagnostics.header if diagnostics else {}
-    if diagnostics and "by_samples" in header:
+    if diagnostics is None:
+        return drawn
+    header = diagnostics.header
+    if "by_samples" in header:
         drawn["samples"] = diagnostic_figures.draw_effect(header["by_samples"], "num_samples")
-    if diagnostics and "by_batch_size" in header:
+    if "by_batch_size" in header:
         drawn["batch-size"] = diagnostic_figures.draw_effect(header["by_batch_size"], "batch_size")
-    if diagnostics and "statistics" in header:
+    if "statistics" in header:
         for layer in _shown_layers(header["statistics"]["layers"]):
             name = f"statistics-{diagnostic_figures.short_name(layer)}"
             drawn[name] = diagnostic_figures.draw_statistics(diagnostics, layer)
         drawn["ks"] = diagnostic_figures.draw_distances(diagnostics)
-    if diagnostics and "bound" in header:
+    if "bound" in header:
         drawn["bound"] = diagnostic_figures.draw_bound(header["bound"])
-    if diagnostics and "gallery" in header:
+    if "gallery" in header:
         drawn["gallery"] = diagnostic_figures.draw_gallery(diagnostics)
     return drawn
 
@@ -187,10 +160,13 @@ def draw_all(results: Results, files: list[File], diagnostics: File | None) -> d
 def _render_page(**content: Any) -> str:
     """Renders the page, which needs nothing outside itself."""
     environment = jinja2.Environment(
-        autoescape=True, undefined=jinja2.StrictUndefined, trim_blocks=True, lstrip_blocks=True
+        loader=jinja2.PackageLoader("stochbn.experiments.report", ""),
+        autoescape=True,
+        undefined=jinja2.StrictUndefined,
+        trim_blocks=True,
+        lstrip_blocks=True,
     )
-    template = package_files("stochbn.experiments.report").joinpath("report.html.j2").read_text("utf-8")
-    return environment.from_string(template).render(**content) + "\n"
+    return environment.get_template("report.html.j2").render(**content) + "\n"
 
 
 def _write_figures(folder: Path, drawn: dict[str, Figure]) -> dict[str, str]:

@@ -4,6 +4,7 @@ A method that needs one network is scored on each seed's: the mean, ± the stand
 are one ensemble of all plain networks: its score, ± the standard deviation over the ensembles that leave one out.
 """
 
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Any, Literal
@@ -83,14 +84,15 @@ class Output:
     @cached_property
     def entropy(self) -> Values:
         """Entropy of each prediction, (N,)."""
-        return _numpy(entropy(self.probs))
+        return entropy(self.probs).double().numpy()
 
     @cached_property
     def information(self) -> Values | None:
         """Mutual information between prediction and draw, (N,); one network alone has none."""
         if self.expected_entropy is None:
             return None
-        return np.maximum(self.entropy - _numpy(self.expected_entropy), 0)
+        left: Values = self.entropy - self.expected_entropy.double().numpy()
+        return np.maximum(left, 0)
 
 
 @dataclass(frozen=True)
@@ -103,24 +105,15 @@ class Chosen:
 
 @dataclass(frozen=True, eq=False)
 class Scored:
-    """A method and its predictions, which the scores are of.
+    """A method and its predictions, which the scores are of."""
 
-    Attributes:
-        method: From the table of methods.
-        seeds: Of the networks it uses.
-        outputs: By part of the data, one for each network; for an ensemble there is one.
-        replicas: What the ± is the standard deviation over.
-        std_over: That, in words; empty where there is no ±.
-        num_wanted: How many networks the experiment has; 0 where that is not known.
-        chosen: The temperatures or spreads that validation data chose for its networks, or for the ensemble.
-    """
-
-    method: Method
-    seeds: tuple[int, ...]
-    outputs: tuple[dict[str, Output], ...]
-    replicas: tuple[dict[str, Output], ...]
-    std_over: str = ""
-    num_wanted: int = 0
+    method: Method  # from the table of methods
+    seeds: tuple[int, ...]  # of the networks it uses
+    outputs: tuple[dict[str, Output], ...]  # by part of the data, one for each network; for an ensemble there is one
+    replicas: tuple[dict[str, Output], ...]  # what the ± is the standard deviation over
+    std_over: str = ""  # that, in words; empty where there is no ±
+    num_wanted: int = 0  # how many networks the experiment has; 0 where that is not known
+    # The temperatures or spreads that validation data chose for its networks, or for the ensemble
     chosen: Chosen | None = None
 
     @property
@@ -182,12 +175,7 @@ def measure(output: dict[str, Output], labels: Tensor) -> dict[str, float]:
 
 
 class Ranking:
-    """Known and out-of-domain inputs, the positive class, by an uncertainty: sorted once, scored as often as needed.
-
-    Args:
-        known: Uncertainties of the known inputs, (N,).
-        other: Those of the out-of-domain inputs, (M,).
-    """
+    """Known (N,) and out-of-domain inputs (M,), the positive class, by an uncertainty: sorted once, scored often."""
 
     def __init__(self, known: Values, other: Values) -> None:
         values = np.concatenate([known, other])
@@ -200,9 +188,7 @@ class Ranking:
         """Returns AUROC, AUPR (average precision) and FPR95, of inputs that count once, or as often as is given.
 
         FPR95 is the share of known inputs at or above the highest threshold that at least 95 % of the others reach.
-
-        Args:
-            counts: Of the known inputs, then of the others, (N + M,).
+        Counts (N + M,) are of the known inputs, then of the others.
         """
         ordered = np.ones_like(self._order) if counts is None else counts[self._order]
         other, known = (
@@ -247,21 +233,28 @@ def log_loss(probs: Tensor, labels: Tensor) -> Tensor:
 
 def score(results: Results) -> Scores:
     """Scores every method: by its key and the metric's. A metric that has no meaning for a method is left out."""
-    table = {}
-    for key, scored in results.methods.items():
-        found = [measure(output, results.labels) for output in scored.outputs]
-        varied = found if scored.replicas is scored.outputs else [measure(o, results.labels) for o in scored.replicas]
-        counts = {part: len(output.probs) for part, output in scored.outputs[0].items()}
-        table[key] = {
-            metric.key: Score(
-                float(np.mean([scores[metric.key] for scores in found])),
-                float(np.std([scores[metric.key] for scores in varied], ddof=1)) if len(varied) > 1 else None,
-                sum(counts[part] for part in metric.parts),
-            )
-            for metric in METRICS
-            if metric.key in found[0]
-        }
-    return table
+    return {key: score_method(scored, results.labels) for key, scored in results.methods.items()}
+
+
+def score_method(scored: Scored, labels: Tensor) -> dict[str, Score]:
+    """Scores one method, by the metric's key."""
+    found = [measure(output, labels) for output in scored.outputs]
+    varied = found if scored.replicas is scored.outputs else [measure(output, labels) for output in scored.replicas]
+    counts, means = {part: len(output.probs) for part, output in scored.outputs[0].items()}, mean_scores(found)
+    return {
+        metric.key: Score(
+            means[metric.key],
+            float(np.std([scores[metric.key] for scores in varied], ddof=1)) if len(varied) > 1 else None,
+            sum(counts[part] for part in metric.parts),
+        )
+        for metric in METRICS
+        if metric.key in means
+    }
+
+
+def mean_scores(each: Sequence[Mapping[str, float]]) -> dict[str, float]:
+    """Returns the mean of each score, over networks or kinds of data."""
+    return {key: float(np.mean([scores[key] for scores in each])) for key in each[0]}
 
 
 def ecdf(values: Values, thresholds: Values) -> Values:
@@ -272,7 +265,3 @@ def ecdf(values: Values, thresholds: Values) -> Values:
         array([0. , 0.5, 1. ])
     """
     return np.searchsorted(np.sort(values), thresholds, side="right") / len(values)
-
-
-def _numpy(values: Tensor) -> Values:
-    return np.asarray(values.numpy(), dtype=np.float64)

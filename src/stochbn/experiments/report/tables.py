@@ -3,7 +3,7 @@
 import csv
 import io
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import astuple, dataclass
 from typing import Any
 
 from rich import box
@@ -12,9 +12,9 @@ from rich.table import Table
 
 from stochbn.experiments.files import File
 from stochbn.experiments.report.collect import has_dropout
-from stochbn.experiments.report.differences import Difference, Interval
+from stochbn.experiments.report.differences import Difference
 from stochbn.experiments.report.paper import Claim, Papers, PaperScore
-from stochbn.experiments.report.scores import METRICS, Results, Score, Scores, log_loss
+from stochbn.experiments.report.scores import METRICS, Metric, Results, Score, Scores, log_loss
 
 _TABLE_1 = ("error_percent", "nll", "entropy_out_of_domain")
 _BOUND = ("lower", "marginal", "gap")
@@ -54,9 +54,7 @@ class Grid:
 
 def table_1(results: Results, scores: Scores, papers: Papers) -> Grid:
     """Lays out the paper's Table 1 and its median out-of-domain entropies, a row for each method: ours, then theirs."""
-    metrics = [
-        metric for metric in METRICS if metric.key in _TABLE_1 and any(metric.key in row for row in scores.values())
-    ]
+    metrics = [metric for metric in _list_metrics(scores) if metric.key in _TABLE_1]
     header = ["Method", "Networks"]
     for metric in metrics:
         header += [metric.label, "paper", "ours is"] if papers else [metric.label]
@@ -72,22 +70,21 @@ def table_1(results: Results, scores: Scores, papers: Papers) -> Grid:
     return Grid(header, rows)
 
 
-def table_2(results: Results, scores: Scores) -> Grid:
+def table_2(results: Results, scores: Scores, *, marks_best: bool = True) -> Grid:
     """Lays out every metric in a row, every method in a column; the best of each row is bold."""
-    metrics = [metric for metric in METRICS if any(metric.key in row for row in scores.values())]
-    rows, best = [], set()
-    for metric in metrics:
+    rows, bold = [], set()
+    for metric in _list_metrics(scores):
         found = [row.get(metric.key) for row in scores.values()]
         rows.append([metric.label, *(score_text(one, metric.digits) for one in found)])
-        values = [round(one.value, metric.digits) for one in found if one]
-        if metric.better:
-            target = min(values) if metric.better == "lower" else max(values)
-            best |= {
-                (len(rows) - 1, column)
-                for column, one in enumerate(found, 1)
-                if one and round(one.value, metric.digits) == target
-            }
-    return Grid(["", *(results.methods[key].label for key in scores)], rows, frozenset(best))
+        if metric.better and marks_best:
+            values = {column: round(one.value, metric.digits) for column, one in enumerate(found, 1) if one}
+            best = min(values.values()) if metric.better == "lower" else max(values.values())
+            bold |= {(len(rows) - 1, column) for column, value in values.items() if value == best}
+    return Grid(["", *(results.methods[key].label for key in scores)], rows, frozenset(bold))
+
+
+def _list_metrics(scores: Scores) -> list[Metric]:
+    return [metric for metric in METRICS if any(metric.key in row for row in scores.values())]
 
 
 def claims_table(claims: list[Claim]) -> Grid:
@@ -102,25 +99,27 @@ def differences_table(differences: Sequence[Difference], labels: Mapping[str, st
     for found in differences:
         rows.append([f"{labels[found.first]} − {labels[found.second]}"])
         for position, (key, _, factor, digits) in enumerate(columns, 1):
-            rows[-1].append(_interval_text(found.scores[key], factor, digits))
-            if found.scores[key].excludes_zero:
+            interval = found.scores[key]
+            difference, *ends = (f"{factor * value:+.{digits}f}" for value in astuple(interval))
+            rows[-1].append(f"{difference} ({' to '.join(ends)})")
+            if interval.excludes_zero:
                 bold.add((len(rows) - 1, position))
     return Grid(["Difference (95 % interval)", *(label for _, label, _, _ in columns)], rows, frozenset(bold))
 
 
 def training_table(files: Sequence[File], results: Results) -> Grid:
     """Lays out the training loss beside the losses on held-out data; no rows where the files do not have it."""
-    test = {
-        (scored.method.group, seed): log_loss(output["test"].probs, results.labels).mean().item()
-        for key, scored in results.methods.items()
-        if key in ("plain", "dropout")
-        for seed, output in zip(scored.seeds, scored.outputs, strict=True)
+    test: dict[tuple[str, int], float] = {
+        (key, seed): log_loss(output["test"].probs, results.labels).mean().item()
+        for key in ("plain", "dropout")
+        if key in results.methods
+        for seed, output in zip(results.methods[key].seeds, results.methods[key].outputs, strict=True)
     }
     rows = []
     for file in (file for file in files if file.header.get("train_loss")):
-        recipe, seed = file.header["recipe"], file.header["seed"]
-        held_out = file.header["validation_nll"][-1], test["dropout" if has_dropout(file) else "network", seed]
-        rows.append([f"{recipe} seed {seed}", *(f"{loss:.4f}" for loss in (file.header["train_loss"][-1], *held_out))])
+        header, key = file.header, "dropout" if has_dropout(file) else "plain"
+        losses = header["train_loss"][-1], header["validation_nll"][-1], test[key, header["seed"]]
+        rows.append([f"{header['recipe']} seed {header['seed']}", *(f"{loss:.4f}" for loss in losses)])
     return Grid(["Network", "Training loss, last epoch", "Validation NLL", "Test NLL"], rows)
 
 
@@ -226,8 +225,3 @@ def score_text(found: Score | PaperScore | None, digits: int, missing: str = "�
     if found is None:
         return missing
     return f"{found.value:.{digits}f}" + ("" if found.std is None else f" ± {found.std:.{digits}f}")
-
-
-def _interval_text(found: Interval, factor: float, digits: int) -> str:
-    difference, low, high = (factor * value for value in (found.difference, found.low, found.high))
-    return f"{difference:+.{digits}f} ({low:+.{digits}f} to {high:+.{digits}f})"

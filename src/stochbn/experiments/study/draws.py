@@ -5,10 +5,10 @@ been chosen, and only scored (`measure`).
 """
 
 import tempfile
-from collections.abc import Iterator
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass, field, replace
 from functools import cache
 from pathlib import Path
+from typing import Any
 
 import torch
 from rich.console import Console
@@ -21,7 +21,7 @@ from stochbn.experiments.data.sources import cache_dir
 from stochbn.experiments.data.splits import Split
 from stochbn.experiments.evaluation.diagnostics import choose_rows
 from stochbn.experiments.evaluation.evaluate import finished_runs, load_splits
-from stochbn.experiments.evaluation.inference import TrainedNetwork, input_batches, predict, training_batches, tune
+from stochbn.experiments.evaluation.inference import TrainedNetwork, infer_exactly, predict, tune
 from stochbn.experiments.evaluation.jobs import Job, complete
 from stochbn.experiments.files import DRAW_SEED, PARTS, PREDICTED, File
 from stochbn.experiments.methods import METHODS, Drawing, Method
@@ -50,23 +50,14 @@ LIMITS: dict[str, tuple[float, ...]] = {
 
 @dataclass(frozen=True)
 class Sizes:
-    """How much is measured.
+    """How much is measured."""
 
-    Attributes:
-        num_samples: S.
-        num_compared: Networks on which side issues are measured.
-        num_other: Out-of-domain images.
-        num_corrupted: Test images at each strength of each corruption.
-        num_exact: Inputs of each part for exact inference.
-        num_resamples: Of the intervals of differences.
-    """
-
-    num_samples: int = 50
-    num_compared: int = 3
-    num_other: int = 5000
-    num_corrupted: int = 200
-    num_exact: int = 200
-    num_resamples: int = NUM_RESAMPLES
+    num_samples: int = 50  # S
+    num_compared: int = 3  # networks on which side issues are measured
+    num_other: int = 5000  # out-of-domain images
+    num_corrupted: int = 200  # test images at each strength of each corruption
+    num_exact: int = 200  # inputs of each part for exact inference
+    num_resamples: int = NUM_RESAMPLES  # of the intervals of differences
 
 
 @dataclass(frozen=True)
@@ -88,38 +79,27 @@ class Task:
         return cache_dir() / "study" / self.recipe.name / f"seed{self.seed}" / f"{self.method.key}.safetensors"
 
 
+@dataclass(eq=False)
 class Study:
-    """The networks and the data of an experiment, as far as its draws need them.
+    """The networks and the data of an experiment, as far as its draws need them."""
 
-    Args:
-        experiment: Which networks.
-        sizes: How much is measured.
-        data: Where you keep the published data files.
-        compiles: Whether predictions are compiled.
-        console: Where progress goes.
+    experiment: Experiment  # which networks; `CheckpointError` if none of them has been trained
+    sizes: Sizes  # how much is measured
+    data: Path | None = None  # where you keep the published data files
+    compiles: bool = False  # whether predictions are compiled
+    console: Console = field(default_factory=Console)  # where progress goes
 
-    Raises:
-        CheckpointError: No network of the experiment has been trained.
-    """
-
-    def __init__(
-        self,
-        experiment: Experiment,
-        sizes: Sizes,
-        *,
-        data: Path | None = None,
-        compiles: bool = False,
-        console: Console | None = None,
-    ) -> None:
-        self.experiment = experiment
-        self.sizes = sizes
-        self.compiles = compiles
-        self.console = console or Console()
-        self.tasks = list_tasks(finished_runs(experiment, self.console), sizes.num_compared)
-        self.splits = load_splits(experiment.recipe, data)
-        other = self.splits["out-of-domain"]
-        self.splits["out-of-domain"] = other[choose_rows(other, sizes.num_other)]
-        self.corrupted = corrupt_all(self.splits["test"], sizes.num_corrupted)
+    def __post_init__(self) -> None:
+        self.tasks = list_tasks(finished_runs(self.experiment, self.console), self.sizes.num_compared)
+        self.splits = load_splits(self.experiment.recipe, self.data)
+        other, test = self.splits["out-of-domain"], self.splits["test"]
+        self.splits["out-of-domain"] = other[choose_rows(other, self.sizes.num_other)]
+        chosen = test[choose_rows(test, self.sizes.num_corrupted)]
+        self.corrupted = {
+            f"{kind} {strength}": replace(chosen, images=corrupt(chosen.images, kind, strength))
+            for kind in CORRUPTIONS
+            for strength in STRENGTHS
+        }
         self.trained = cache(self._load)
         self._tune_together = cache(self._tune_ensemble)
 
@@ -153,19 +133,10 @@ class Study:
         if drawing.exhaustive:
             assert isinstance(stats, stochbn.Empirical)
             num_samples = len(stats.observations)
-        found = predict(
-            self.trained(*task.network).network,
-            stats,
-            split,
-            num_samples=num_samples,
-            seed=member_seed(DRAW_SEED, task.seed),
-            link="identity",
-            dropout=drawing.dropout,
-            compiles=self.compiles,
-            keep_samples=True,
-            progress=self.console.is_terminal,
-        ).samples
-        return _to_log_probs(found)
+        options: dict[str, Any] = {"num_samples": num_samples, "dropout": drawing.dropout, "compile": self.compiles}
+        options |= {"seed": member_seed(DRAW_SEED, task.seed), "progress": self.console.is_terminal}
+        network = self.trained(*task.network).network
+        return _to_log_probs(predict(network, stats, split, link="identity", keep_samples=True, **options))
 
     def _to_job(self, task: Task) -> Job:
         members = self._members(task.method.drawing) if task.method.drawing.tuned == "ensemble" else [task]
@@ -195,19 +166,13 @@ class Study:
 
     def _draw_exactly(self, task: Task) -> File:
         """Draws twice S mini-batches on some inputs, to compare each half with the other and what is to come close."""
+        options: dict[str, Any] = {"num_samples": 2 * self.sizes.num_samples, "progress": self.console.is_terminal}
+        network = self.trained(*task.network).network
         tensors: dict[str, Tensor] = {}
         for part in PARTS:
             index = choose_rows(self.splits[part], self.sizes.num_exact)
-            found = stochbn.exact_predict(
-                self.trained(*task.network).network,
-                training_batches(self.splits["train"], task.recipe),
-                input_batches(self.splits[part][index]),
-                batch_size=task.recipe.mini_batch_size,
-                num_samples=2 * self.sizes.num_samples,
-                seed=DRAW_SEED,
-                link="identity",
-                progress=self.console.is_terminal,
-            ).samples
+            inputs = self.splits[part][index]
+            found = infer_exactly(network, task.recipe, self.splits["train"], inputs, link="identity", **options)
             tensors |= {part: _to_log_probs(found), f"{part}/index": index}
         return File({}, tensors)
 
@@ -236,26 +201,10 @@ def list_tasks(runs: list[tuple[Recipe, int]], num_compared: int) -> list[Task]:
     return tasks
 
 
-def corrupt_all(test: Split, count: int) -> dict[str, Split]:
-    """Returns some test images at each strength of each corruption, by name, such as "noise 3"."""
-    chosen = test[choose_rows(test, count)]
-    return {part: replace(chosen, images=corrupt(chosen.images, *what)) for part, what in list_corruptions()}
-
-
-def list_corruptions() -> Iterator[tuple[str, tuple[str, int]]]:
-    """Yields the name, kind and strength of every corruption."""
-    for kind in CORRUPTIONS:
-        for strength in STRENGTHS:
-            yield f"{kind} {strength}", (kind, strength)
-
-
 def take_apart(stats: stochbn.Empirical, apart: str) -> stochbn.Empirical:
     """Destroys correlations and keeps the rest: shuffles the mini-batches of each layer or channel by itself.
 
-    Args:
-        stats: With the statistics of real mini-batches.
-        apart: "layers" leaves correlations within each layer; "channels" those between the mean and the variance of a
-            channel.
+    "layers" leaves correlations within each layer, "channels" those between the mean and the variance of a channel.
     """
     size, kinds, channels = stats.observations.shape
     counts = stats.sizes if apart == "layers" else [1] * channels
@@ -265,9 +214,9 @@ def take_apart(stats: stochbn.Empirical, apart: str) -> stochbn.Empirical:
     return replace(stats, observations=stats.observations.gather(0, index))
 
 
-def _to_log_probs(outputs: Tensor | None) -> Tensor:
-    assert outputs is not None
-    return outputs.log_softmax(2).half()
+def _to_log_probs(prediction: stochbn.Prediction) -> Tensor:
+    assert prediction.samples is not None
+    return prediction.samples.log_softmax(2).half()
 
 
 def _num_bytes(stats: stochbn.Distribution) -> int:

@@ -11,13 +11,12 @@ from torch import Tensor
 import stochbn
 from stochbn.experiments.files import PARTS, File
 from stochbn.experiments.methods import METHODS, Drawing
-from stochbn.experiments.report.scores import detect, measure
+from stochbn.experiments.report.scores import detect, mean_scores, measure
 from stochbn.experiments.study.draws import LIMITS, Task
 from stochbn.experiments.study.results import Chance, Distance, FirstDraws, Limit
 from stochbn.experiments.study.scores import Draws
 from stochbn.inference.tune import TEMPERATURES, find_minimum
 
-_SEED = 0
 T = TypeVar("T", Distance, Limit)
 
 Probs = dict[str, Tensor]  # by part of the data, (N, K)
@@ -26,23 +25,15 @@ Probs = dict[str, Tensor]  # by part of the data, (N, K)
 def ece_by_chance(each: Sequence[Tensor], num_resamples: int = 100) -> Chance:
     """Returns the ECE that is to be expected if probabilities are right: of labels that are drawn from them.
 
-    It is not 0, as a bin of few inputs is seldom right to the digit, and the less so the more inputs are unsure.
-
-    Args:
-        each: Probabilities of each network, (N, K).
-        num_resamples: How often labels are drawn.
-
-    Returns:
-        Both the mean over networks.
+    It is not 0, as a bin of few inputs is seldom right to the digit, and the less so the more inputs are unsure. The
+    mean over networks, from the probabilities (N, K) of each.
     """
-    generator = torch.Generator().manual_seed(_SEED)
-    found = [
-        [
-            stochbn.ece(probs, torch.multinomial(probs, 1, generator=generator)[:, 0]).item()
-            for _ in range(num_resamples)
-        ]
-        for probs in each
-    ]
+    generator = torch.Generator().manual_seed(0)
+
+    def draw(probs: Tensor) -> Tensor:
+        return torch.multinomial(probs, 1, generator=generator)[:, 0]
+
+    found = [[stochbn.ece(probs, draw(probs)).item() for _ in range(num_resamples)] for probs in each]
     return Chance(float(np.mean(found)), float(np.percentile(found, 95, axis=1).mean()))
 
 
@@ -52,7 +43,7 @@ def measure_draws(networks: Sequence[Draws], labels: Tensor) -> tuple[FirstDraws
     rows = []
     for count in (*(2**power for power in range(2, most.bit_length()) if 2**power < most), most):
         each = [measure({part: draws.average(part, 1.0, count) for part in PARTS}, labels) for draws in networks]
-        rows.append(FirstDraws(count, {key: float(np.mean([one[key] for one in each])) for key in each[0]}))
+        rows.append(FirstDraws(count, mean_scores(each)))
     return tuple(rows)
 
 
@@ -69,11 +60,9 @@ def measure_limits(files: Mapping[Task, File], labels: Tensor, num_networks: int
     for key in ("plain", *LIMITS):
         networks = [task.network for task in files if task.method.key == key][:num_networks]
         tried = {1.0: key} | {spread: METHODS[key].at(spread).key for spread in LIMITS.get(key, ())}
-        each = [
-            _find_limit({k: Draws((by_key[tried[k], network],)) for k in sorted(tried)}, labels) for network in networks
-        ]
-        if each:
-            limits[key] = _mean(each)
+        drawn = [{spread: Draws((by_key[tried[spread], network],)) for spread in sorted(tried)} for network in networks]
+        if drawn:
+            limits[key] = _mean([_find_limit(one, labels) for one in drawn])
     return limits
 
 
@@ -111,14 +100,12 @@ def measure_distances(files: Mapping[Task, File], labels: Tensor) -> dict[str, D
         known = labels[index["test"]]
         halves = [_average({part: exact.tensors[part].chunk(2)[half] for part in PARTS}) for half in (0, 1)]
         whole: Probs = {part: (halves[0][part] + halves[1][part]) / 2 for part in PARTS}
-        own = _find_distance(halves[0], halves[1:], whole, known)
-        found.setdefault(task.method.key, []).append(own)
+        found.setdefault(task.method.key, []).append(_find_distance(halves[0], halves[1:], whole, known))
         for other, file in files.items():
             if other.network == task.network and _is_compared(other.method.drawing):
                 probs = _average({part: file.tensors[part][:, index[part]] for part in PARTS})
                 found.setdefault(other.method.key, []).append(_find_distance(probs, halves, probs, known))
-    order = [key for key in METHODS if key in found]
-    return {key: _mean(found[key]) for key in order}
+    return {key: _mean(found[key]) for key in METHODS if key in found}
 
 
 def _is_compared(drawing: Drawing) -> bool:
@@ -154,6 +141,5 @@ def _average(draws: Mapping[str, Tensor]) -> Probs:
 
 def _mean(each: Sequence[T]) -> T:
     """Returns the mean over networks, with how many there are."""
-    rows = [asdict(one) for one in each]
-    means: dict[str, Any] = {key: float(np.mean([row[key] for row in rows])) for key in rows[0]}
+    means: dict[str, Any] = dict(mean_scores([asdict(one) for one in each]))
     return type(each[0])(**means | {"num_networks": len(each)})

@@ -35,19 +35,14 @@ def draw_methods(results: Results) -> Figure:
     rows = dict(reversed(results.methods.items()))
     figure = Figure(figsize=(FULL, 0.5 + 0.21 * len(rows)), layout="constrained")
     for axes, key, label, factor in _make_panels(figure, sharey=True):
-        for tempered, colour, face in ((False, BLUE, BLUE), (True, GREEN, "white")):
-            found = [(row.tempered if tempered else row.plain).scores[key] for row in rows.values()]
-            axes.errorbar(
-                [factor * one.value for one in found],
-                range(len(rows)),
-                xerr=[factor * (one.std or 0) for one in found],
-                marker="o",
-                linestyle="",
-                color=colour,
-                markerfacecolor=face,
-                elinewidth=0.8,
-                label="with temperature" if tempered else "as it is",
-            )
+        for kind, name, colour, face in (
+            ("plain", "as it is", BLUE, BLUE),
+            ("tempered", "with temperature", GREEN, "white"),
+        ):
+            found = [getattr(row, kind).scores[key].times(factor) for row in rows.values()]
+            look: Any = {"fmt": "o", "color": colour, "markerfacecolor": face, "elinewidth": 0.8}
+            values, deviations = [one.value for one in found], [one.std or 0 for one in found]
+            axes.errorbar(values, range(len(rows)), xerr=deviations, label=name, **look)
         if "ensemble" in rows:
             axes.axvline(factor * rows["ensemble"].plain.scores[key].value, color="black", linewidth=0.7)
         axes.set_xlabel(label)

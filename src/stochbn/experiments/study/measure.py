@@ -1,31 +1,26 @@
 """Draws of every method → every number of the study. Nothing here runs a network."""
 
-import numpy as np
-from torch import Tensor
-
 from stochbn.experiments.files import PARTS, File, provenance
-from stochbn.experiments.methods import METHODS
-from stochbn.experiments.report import scores as report
+from stochbn.experiments.methods import Method
 from stochbn.experiments.report.differences import compare
-from stochbn.experiments.report.scores import METRICS, Output, Scored
+from stochbn.experiments.report.scores import METRICS, Output, Scored, mean_scores, measure, score_method
 from stochbn.experiments.study.draws import Study, Task
 from stochbn.experiments.study.evidence import ece_by_chance, measure_distances, measure_draws, measure_limits
 from stochbn.experiments.study.results import Quality, Results, Row
 from stochbn.experiments.study.scores import Draws, Entry, list_entries
 
 _BY_DRAWS = ("real-tuned", "last-tuned")  # whose first draws are scored
-_TEMPERED = {key: METHODS[key].tempered().key for key in ("plain", "last", "ensemble", "ensemble+last")}
 # Pairs whose differences are given with intervals.
 COMPARISONS = (
     ("last-tuned", "ensemble"),
-    ("last-tuned", _TEMPERED["plain"]),
+    ("last-tuned", "plain+temperature"),
     ("last-tuned", "real-tuned"),
-    (_TEMPERED["last"], "ensemble"),
+    ("last+temperature", "ensemble"),
     ("real-tuned", "ensemble"),
     ("ensemble+last", "ensemble"),
-    ("ensemble+last", _TEMPERED["ensemble"]),
+    ("ensemble+last", "ensemble+temperature"),
     ("ensemble+last", "last-tuned"),
-    (_TEMPERED["ensemble+last"], "ensemble"),
+    ("ensemble+last+temperature", "ensemble"),
 )
 
 
@@ -65,14 +60,12 @@ def _measure_entry(study: Study, entry: Entry) -> tuple[Row, tuple[Scored, Score
     """Scores a method as it is and with a temperature, which validation data choose for each network or ensemble."""
     validation = study.splits["validation"].labels
     chosen = {unit: unit.choose_temperature(validation) for unit in {*entry.units, *entry.replicas}}
-    plain, tempered = (
-        _average(entry, temperatures, is_tempered)
-        for temperatures, is_tempered in ((dict.fromkeys(chosen, 1.0), False), (chosen, True))
-    )
+    as_it_is = dict.fromkeys(chosen, 1.0)
+    plain, tempered = _average(entry, entry.method, as_it_is), _average(entry, entry.method.tempered(), chosen)
     row = Row(
         seeds=entry.seeds,
         std_over=entry.std_over,
-        plain=_score(study, entry, plain, dict.fromkeys(chosen, 1.0)),
+        plain=_score(study, entry, plain, as_it_is),
         tempered=_score(study, entry, tempered, chosen),
         temperatures=tuple(chosen[unit] for unit in entry.units),
         choices=entry.choices,
@@ -81,34 +74,24 @@ def _measure_entry(study: Study, entry: Entry) -> tuple[Row, tuple[Scored, Score
     return row, (plain, tempered)
 
 
-def _average(entry: Entry, temperatures: dict[Draws, float], is_tempered: bool) -> Scored:
+def _average(entry: Entry, method: Method, temperatures: dict[Draws, float]) -> Scored:
     outputs: dict[Draws, dict[str, Output]] = {
         unit: {part: unit.average(part, temperature) for part in PARTS} for unit, temperature in temperatures.items()
     }
     own = tuple(outputs[unit] for unit in entry.units)
     varied = own if entry.replicas is entry.units else tuple(outputs[unit] for unit in entry.replicas)
-    method = entry.method.tempered() if is_tempered else entry.method
     return Scored(method, entry.seeds, own, varied, entry.std_over)
 
 
 def _score(study: Study, entry: Entry, scored: Scored, temperatures: dict[Draws, float]) -> Quality:
-    labels = study.splits["test"].labels
-    results = report.Results({}, labels, {scored.method.key: scored}, True)
-    corrupted = {part: split.labels for part, split in study.corrupted.items()}
-    measured = all(part in entry.units[0].files[0].tensors for part in corrupted)
+    labels, corruptions = study.splits["test"].labels, {}
+    for part, split in study.corrupted.items():
+        if part in entry.units[0].files[0].tensors:
+            each = [measure({"test": unit.average(part, temperatures[unit])}, split.labels) for unit in entry.units]
+            corruptions[part] = {key: mean_scores(each)[key] for key in ("nll", "ece", "error_percent")}
     return Quality(
-        scores=report.score(results)[scored.method.key],
-        each=tuple(report.measure(output, labels) for output in scored.outputs),
+        scores=score_method(scored, labels),
+        each=tuple(measure(output, labels) for output in scored.outputs),
         chance=ece_by_chance([output["test"].probs for output in scored.outputs]),
-        corruptions=_score_corrupted(entry, temperatures, corrupted) if measured else {},
+        corruptions=corruptions,
     )
-
-
-def _score_corrupted(
-    entry: Entry, temperatures: dict[Draws, float], labels: dict[str, Tensor]
-) -> dict[str, dict[str, float]]:
-    found = {}
-    for part, own in labels.items():
-        each = [report.measure({"test": unit.average(part, temperatures[unit])}, own) for unit in entry.units]
-        found[part] = {key: float(np.mean([one[key] for one in each])) for key in ("nll", "ece", "error_percent")}
-    return found

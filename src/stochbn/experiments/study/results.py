@@ -24,18 +24,12 @@ class Chance:
 
 @dataclass(frozen=True)
 class Quality:
-    """What a method scores.
+    """What a method scores."""
 
-    Attributes:
-        scores: By metric.
-        each: The same of every network or of the ensemble, without a deviation.
-        chance: Of the ECE.
-        corruptions: NLL, ECE and error by corruption, such as "noise 3"; empty where it was not measured.
-    """
-
-    scores: dict[str, Score]
-    each: tuple[dict[str, float], ...]
-    chance: Chance
+    scores: dict[str, Score]  # by metric
+    each: tuple[dict[str, float], ...]  # the same of every network or of the ensemble, without a deviation
+    chance: Chance  # of the ECE
+    # NLL, ECE and error by corruption, such as "noise 3"; empty where it was not measured
     corruptions: dict[str, dict[str, float]]
 
 
@@ -60,25 +54,15 @@ class Cost:
 
 @dataclass(frozen=True)
 class Row:
-    """One method.
+    """One method."""
 
-    Attributes:
-        seeds: Of its networks.
-        std_over: What the ± is the standard deviation over, in words.
-        plain: As it is.
-        tempered: With the temperature that validation data chose.
-        temperatures: Those, of each network or of the ensemble.
-        choices: The spreads, where they were chosen.
-        cost: Of one network, or of the whole ensemble.
-    """
-
-    seeds: tuple[int, ...]
-    std_over: str
-    plain: Quality
-    tempered: Quality
-    temperatures: tuple[float, ...]
-    choices: tuple[Choice, ...]
-    cost: Cost
+    seeds: tuple[int, ...]  # of its networks
+    std_over: str  # what the ± is the standard deviation over, in words
+    plain: Quality  # as it is
+    tempered: Quality  # with the temperature that validation data chose
+    temperatures: tuple[float, ...]  # those, of each network or of the ensemble
+    choices: tuple[Choice, ...]  # the spreads, where they were chosen
+    cost: Cost  # of one network, or of the whole ensemble
 
 
 @dataclass(frozen=True)
@@ -114,24 +98,9 @@ class FirstDraws:
 
 @dataclass(frozen=True)
 class Results:
-    """The whole study.
+    """The whole study: what made it, how much was measured, and every number, by the keys of methods.
 
-    Attributes:
-        experiment: Whose networks.
-        command: What made it.
-        commit: By which code it was scored.
-        drawn_at: By which code the draws were made.
-        versions: Of the libraries.
-        draw_seed: Of the draws.
-        sizes: How much was measured.
-        num_inputs: By part of the data.
-        metrics: What each key of the scores means.
-        methods: By key.
-        differences: Between methods, by key, with intervals.
-        first_draws: By method.
-        limits: By method.
-        distances: To exact inference, by method.
-        weights_sha256: Of every network.
+    `commit` is the code that scored, `drawn_at` that which made the draws; `metrics` says what each score means.
     """
 
     experiment: str
@@ -165,23 +134,19 @@ class Results:
         try:
             return _decode(Results, json.loads(path.read_text("utf-8")))
         except (OSError, ValueError, TypeError, LookupError) as error:
-            raise DataError(
-                f"Expected the numbers of a study in {path}, got {error!r}. Run the study again."
-            ) from error
+            message = f"Expected the numbers of a study in {path}, got {error!r}. Run the study again."
+            raise DataError(message) from error
 
 
 def _decode(kind: type[T], value: Any) -> T:
     """Returns a value from JSON as the type that it had: a dataclass, a tuple or a dict of such, or itself."""
+    found, arguments = value, get_args(kind)
     if is_dataclass(kind):
         hints = get_type_hints(kind)
-        found: Any = kind(**{field.name: _decode(hints[field.name], value[field.name]) for field in fields(kind)})
-        return cast(T, found)
-    arguments = get_args(kind)
-    if get_origin(kind) is tuple:
+        found = kind(**{field.name: _decode(hints[field.name], value[field.name]) for field in fields(kind)})
+    elif get_origin(kind) is tuple:
         kinds = [arguments[0]] * len(value) if arguments[-1] is Ellipsis else arguments
         found = tuple(_decode(one, item) for one, item in zip(kinds, value, strict=True))
     elif get_origin(kind) is dict:
         found = {key: _decode(arguments[1], item) for key, item in value.items()}
-    else:
-        found = value
     return cast(T, found)

@@ -47,23 +47,15 @@ class Draws:
 
 @dataclass(frozen=True, eq=False)
 class Entry:
-    """A method of the study.
+    """A method of the study."""
 
-    Attributes:
-        method: From the table of methods.
-        seeds: Of its networks.
-        units: What is scored: each network, or the ensemble.
-        replicas: What the ± is the standard deviation over: the same, or the ensembles that leave one member out.
-        choices: The spreads that were chosen for its networks.
-        cost: Of one network, or of the ensemble.
-    """
-
-    method: Method
-    seeds: tuple[int, ...]
-    units: tuple[Draws, ...]
+    method: Method  # from the table of methods
+    seeds: tuple[int, ...]  # of its networks
+    units: tuple[Draws, ...]  # what is scored: each network, or the ensemble
+    # What the ± is the standard deviation over: the same, or the ensembles that leave one member out
     replicas: tuple[Draws, ...]
-    choices: tuple[Choice, ...]
-    cost: Cost
+    choices: tuple[Choice, ...]  # the spreads that were chosen for its networks
+    cost: Cost  # of one network, or of the ensemble
 
     @property
     def std_over(self) -> str:

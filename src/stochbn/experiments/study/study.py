@@ -25,16 +25,7 @@ def run_study(
 ) -> Path:
     """Draws what is missing in the cache, scores it, and writes `study.json`, `study.md` and `figures/` into a folder.
 
-    Args:
-        experiment: Whose networks; they must be trained.
-        folder: Where the results go.
-        num_samples: S, draws of each network.
-        data: Where you keep the published data files, asked before any download.
-        compiles: Whether predictions are compiled.
-        console: Where progress and tables go; standard output by default.
-
-    Returns:
-        The path of the tables.
+    Arguments are those of `evaluate`; `compiles` says whether predictions are compiled. Returns the path of the tables.
 
     Raises:
         CheckpointError: No network of the experiment has been trained.

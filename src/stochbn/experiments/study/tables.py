@@ -1,10 +1,13 @@
 """The numbers of the study → tables in Markdown. Pure functions."""
 
+from collections.abc import Mapping, Sequence
+from typing import Any
+
 import numpy as np
 
 from stochbn.experiments.data.corruptions import CORRUPTIONS, STRENGTHS
 from stochbn.experiments.methods import METHODS
-from stochbn.experiments.report.scores import METRICS
+from stochbn.experiments.report.scores import METRICS, mean_scores
 from stochbn.experiments.report.tables import Grid, differences_table, score_text, to_markdown
 from stochbn.experiments.study.results import Quality, Results, Row
 
@@ -43,36 +46,26 @@ def quality_table(results: Results) -> Grid:
         cells = [METHODS[key].label, f"{len(row.seeds)}{together}", _text(row.plain, "error_percent", 2)]
         cells += [_text(quality, "nll", 4) for quality in (row.plain, row.tempered)]
         for quality in (row.plain, row.tempered):
-            cells += [
-                _text(quality, "ece", 2, factor=100),
-                f"{100 * quality.chance.mean:.2f}, {100 * quality.chance.high:.2f}",
-            ]
+            chance = f"{100 * quality.chance.mean:.2f}, {100 * quality.chance.high:.2f}"
+            cells += [_text(quality, "ece", 2, factor=100), chance]
         rows.append([*cells, _text(row.plain, "brier", 4), f"{np.mean(row.temperatures):.2f}", _spread_text(row)])
     return Grid([*header, "by chance", "Brier", "T", "spread"], rows)
 
 
 def detection_table(results: Results) -> Grid:
     """Lays out how well each method's uncertainty detects out-of-domain inputs."""
-    columns = [metric for metric in METRICS if "out-of-domain" in metric.parts]
-    rows = [
-        [
-            METHODS[key].label,
-            *(_text(row.plain, metric.key, metric.digits) for metric in columns),
-            _text(row.tempered, "auroc_entropy", 4),
-        ]
-        for key, row in results.methods.items()
-    ]
-    return Grid(["Method", *(metric.label for metric in columns), "AUROC, entropy, with temperature"], rows)
+    metrics = [metric for metric in METRICS if "out-of-domain" in metric.parts]
+    rows = []
+    for key, row in results.methods.items():
+        cells = [_text(row.plain, metric.key, metric.digits) for metric in metrics]
+        rows.append([METHODS[key].label, *cells, _text(row.tempered, "auroc_entropy", 4)])
+    return Grid(["Method", *(metric.label for metric in metrics), "AUROC, entropy, with temperature"], rows)
 
 
 def draws_table(results: Results) -> Grid:
     """Lays out the scores of the first draws of some methods."""
     rows = [
-        [
-            METHODS[key].label,
-            f"{first.num_samples}",
-            *(f"{factor * first.scores[score]:.{digits}f}" for score, _, factor, digits in _SOME),
-        ]
+        [METHODS[key].label, f"{first.num_samples}", *_some_text([first.scores])]
         for key, found in results.first_draws.items()
         for first in found
     ]
@@ -81,29 +74,23 @@ def draws_table(results: Results) -> Grid:
 
 def limits_table(results: Results) -> Grid:
     """Lays out what choosing a spread and a temperature on test data would have given."""
-    header = ["Chosen on test data, as a limit", "networks", "NLL, best spread", "best temperature", "best of both"]
-    rows = [
-        [
-            METHODS[key].label,
-            f"{limit.num_networks}",
-            *(f"{nll:.4f}" for nll in (limit.nll, limit.nll_temperature_only, limit.nll_temperature)),
-            f"{limit.auroc:.4f}",
-        ]
-        for key, limit in results.limits.items()
-    ]
-    return Grid([*header, "AUROC, best spread"], rows)
+    columns = {
+        "networks": "{.num_networks}",
+        "NLL, best spread": "{.nll:.4f}",
+        "best temperature": "{.nll_temperature_only:.4f}",
+        "best of both": "{.nll_temperature:.4f}",
+        "AUROC, best spread": "{.auroc:.4f}",
+    }
+    return _lay_out("Chosen on test data, as a limit", columns, results.limits)
 
 
 def first_networks_table(results: Results) -> Grid:
     """Lays out some scores of the first networks alone, so that methods drawn for those only can be compared."""
-    rows = []
+    count, rows = results.sizes.num_compared, []
     for key, row in results.methods.items():
         if METHODS[key].members is None:
-            count = results.sizes.num_compared
-            seeds, each = row.seeds[:count], row.plain.each[:count]
-            means = (factor * np.mean([one[score] for one in each]) for score, _, factor, _ in _SOME)
-            cells = [f"{mean:.{digits}f}" for mean, (_, _, _, digits) in zip(means, _SOME, strict=True)]
-            rows.append([f"{METHODS[key].label}, seeds {', '.join(map(str, seeds))}", *cells])
+            seeds = ", ".join(map(str, row.seeds[:count]))
+            rows.append([f"{METHODS[key].label}, seeds {seeds}", *_some_text(row.plain.each[:count])])
     return Grid(["On the first networks alone", *(label for _, label, _, _ in _SOME)], rows)
 
 
@@ -111,49 +98,30 @@ def corruptions_table(results: Results) -> Grid:
     """Lays out NLL and ECE by the strength of corruption, the mean over its kinds."""
     rows = []
     for key, row in results.methods.items():
-        for label, found in (
-            (METHODS[key].label, row.plain.corruptions),
-            (METHODS[key].tempered().label, row.tempered.corruptions),
-        ):
-            if found:
-                cells = []
-                for strength in STRENGTHS:
-                    each = [found[f"{kind} {strength}"] for kind in CORRUPTIONS]
-                    nll, ece = (np.mean([one[score] for one in each]) for score in ("nll", "ece"))
-                    cells.append(f"{nll:.3f}; {100 * ece:.1f}")
-                rows.append([label, *cells])
+        for method, quality in ((METHODS[key], row.plain), (METHODS[key].tempered(), row.tempered)):
+            if quality.corruptions:
+                rows.append([method.label, *(_corruption_text(quality, strength) for strength in STRENGTHS)])
     return Grid(["NLL; ECE, %, by strength", *map(str, STRENGTHS)], rows)
 
 
 def distances_table(results: Results) -> Grid:
     """Lays out how far each method is from exact inference."""
-    header = ["Against exact inference", "total variation, test", "total variation, out-of-domain"]
-    rows = [
-        [
-            METHODS[key].label,
-            f"{found.total_variation_test:.4f}",
-            f"{found.total_variation_out_of_domain:.4f}",
-            f"{found.entropy_correlation:.3f}",
-            f"{found.nll:.4f}",
-            f"{found.auroc_entropy:.3f}",
-        ]
-        for key, found in results.distances.items()
-    ]
-    return Grid([*header, "entropy correlation", "NLL", "AUROC, entropy"], rows)
+    columns = {
+        "total variation, test": "{.total_variation_test:.4f}",
+        "total variation, out-of-domain": "{.total_variation_out_of_domain:.4f}",
+        "entropy correlation": "{.entropy_correlation:.3f}",
+        "NLL": "{.nll:.4f}",
+        "AUROC, entropy": "{.auroc_entropy:.3f}",
+    }
+    return _lay_out("Against exact inference", columns, results.distances)
 
 
 def cost_table(results: Results) -> Grid:
     """Lays out what each method costs."""
-    rows = [
-        [
-            METHODS[key].label,
-            f"{row.cost.passes}",
-            f"{row.cost.train_hours:.2f}",
-            f"{row.cost.weights_bytes / 1e6:.2f}",
-            f"{row.cost.statistics_bytes / 1e3:.0f}",
-        ]
-        for key, row in results.methods.items()
-    ]
+    rows = []
+    for key, row in results.methods.items():
+        sizes = f"{row.cost.weights_bytes / 1e6:.2f}", f"{row.cost.statistics_bytes / 1e3:.0f}"
+        rows.append([METHODS[key].label, f"{row.cost.passes}", f"{row.cost.train_hours:.2f}", *sizes])
     return Grid(["Method", "Forward passes", "Training, h", "Weights, MB", "Statistics, kB"], rows)
 
 
@@ -189,11 +157,26 @@ def describe_notes(results: Results) -> list[str]:
     return notes
 
 
+def _lay_out(title: str, columns: Mapping[str, str], found: Mapping[str, Any]) -> Grid:
+    """Lays out what was found for each method: a title above their labels, and by column an attribute's format."""
+    rows = [[METHODS[key].label, *(cell.format(one) for cell in columns.values())] for key, one in found.items()]
+    return Grid([title, *columns], rows)
+
+
+def _some_text(each: Sequence[Mapping[str, float]]) -> list[str]:
+    """Writes some scores, the mean over networks."""
+    means = mean_scores(each)
+    return [f"{factor * means[key]:.{digits}f}" for key, _, factor, digits in _SOME]
+
+
+def _corruption_text(quality: Quality, strength: int) -> str:
+    means = mean_scores([quality.corruptions[f"{kind} {strength}"] for kind in CORRUPTIONS])
+    return f"{means['nll']:.3f}; {100 * means['ece']:.1f}"
+
+
 def _text(quality: Quality, key: str, digits: int, factor: float = 1) -> str:
     found = quality.scores.get(key)
-    if found is None:
-        return "—"
-    return score_text(found.times(factor), digits)
+    return score_text(found and found.times(factor), digits)
 
 
 def _spread_text(row: Row) -> str:

@@ -41,21 +41,14 @@ class LockedError(CheckpointError):
 
 @dataclass(frozen=True)
 class Checkpoint:
-    """What a checkpoint file holds.
+    """What a checkpoint file holds."""
 
-    Attributes:
-        recipe: What it was trained by.
-        seed: Seed of the run.
-        history: One dict an epoch: `train_loss`, `validation_nll`, `validation_error` (a fraction), `seconds`.
-        weights: The network's state dict.
-        resume: Optimiser tensors and random state; empty once the run is finished.
-    """
-
-    recipe: Recipe
-    seed: int
+    recipe: Recipe  # what it was trained by
+    seed: int  # seed of the run
+    # One dict an epoch: `train_loss`, `validation_nll`, `validation_error` (a fraction), `seconds`
     history: list[dict[str, float]]
-    weights: dict[str, Tensor]
-    resume: dict[str, Tensor]
+    weights: dict[str, Tensor]  # the network's state dict
+    resume: dict[str, Tensor]  # optimiser tensors and random state; empty once the run is finished
 
     @property
     def finished(self) -> bool:
@@ -144,11 +137,7 @@ def locked(path: Path, what: str) -> Iterator[None]:
     """Keeps other processes from a checkpoint, by a lock on `<checkpoint>.lock`; the folder must be there.
 
     The operating system releases the lock of a process that dies, however it dies. Without such locks, as on Windows,
-    nothing is kept from anybody.
-
-    Args:
-        path: The checkpoint.
-        what: What an error calls it.
+    nothing is kept from anybody. An error calls the checkpoint by `what` it is.
 
     Raises:
         LockedError: Another process has the lock.

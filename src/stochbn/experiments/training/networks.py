@@ -47,16 +47,7 @@ def vgg11(num_classes: int = 10, in_channels: int = 3, *, width: float = 1.0, dr
         torch.Size([2, 5])
     """
     layers: OrderedDict[str, nn.Module] = OrderedDict()
-    plan = [
-        (64, True),
-        (128, True),
-        (256, False),
-        (256, True),
-        (512, False),
-        (512, True),
-        (512, False),
-        (512, True),
-    ]
+    plan = [(64, True), (128, True), (256, False), (256, True), (512, False), (512, True), (512, False), (512, True)]
     channels = in_channels
     for index, (size, pool) in enumerate(plan, start=1):
         conv = nn.Conv2d(channels, _scale(size, width), 3, padding=1, bias=False)

@@ -8,6 +8,7 @@ Ours take 16 epochs of SGD with one cycle, in steps of 64 images that are normal
 M. SGD was chosen over Adam on validation images, in a short pilot with a narrow VGG-11.
 """
 
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import Any, Literal
 
@@ -32,53 +33,38 @@ _WORDS = {
 class Recipe:
     """One way to train one network; its name is also the folder of its checkpoints.
 
-    Attributes:
-        name: Key in `RECIPES`.
-        network: Which function of `networks` builds it.
-        data: Which data set it learns, as `data.load_split` knows it.
-        num_classes: Outputs of the network.
-        in_channels: 1 for grey images, 3 for colour.
-        epochs: Passes over the training split.
-        batch_size: Images in a step of the optimiser. An incomplete last batch is dropped.
-        optimizer: `adam` with a learning rate falling linearly to 0, or `sgd` with Nesterov momentum and one cycle.
-        learning_rate: The first one of Adam, the highest one of the cycle.
-        weight_decay: L2 penalty.
-        width: Multiplies the number of channels and units.
-        dropout: Probability to drop; 0 for a network without dropout layers.
-        augment: Whether to crop (reflect padding 4) and flip at random.
-        class_seed: Draws CIFAR5's known classes; None takes classes 0 to 4.
-        ghost_size: Images that are normalised together, a part of the batch (ghost batches); None takes all of it.
-        image_sizes: Sides in pixels that training images are shrunk to, each for an equal share of the epochs; the
-            last is their own. Empty for no shrinking.
-
     Examples:
         >>> RECIPES["lenet5"].mini_batch_size
         16
     """
 
-    name: str
-    network: Literal["lenet5", "vgg11", "resnet18"]
-    data: Literal["mnist", "cifar5", "cifar10", "digits"]
-    num_classes: int
-    in_channels: int
-    epochs: int
-    batch_size: int
+    name: str  # key in `RECIPES`
+    network: Literal["lenet5", "vgg11", "resnet18"]  # which function of `networks` builds it
+    data: Literal["mnist", "cifar5", "cifar10", "digits"]  # which data set it learns, as `data.load_split` knows it
+    num_classes: int  # outputs of the network
+    in_channels: int  # 1 for grey images, 3 for colour
+    epochs: int  # passes over the training split
+    batch_size: int  # images in a step of the optimiser; an incomplete last batch is dropped
+    # `adam` with a learning rate falling linearly to 0, or `sgd` with Nesterov momentum and one cycle
     optimizer: Literal["adam", "sgd"] = "adam"
-    learning_rate: float = 1e-3
-    weight_decay: float = 0.0
-    width: float = 1.0
-    dropout: float = 0.0
-    augment: bool = False
-    class_seed: int | None = None
+    learning_rate: float = 1e-3  # the first one of Adam, the highest one of the cycle
+    weight_decay: float = 0.0  # L2 penalty
+    width: float = 1.0  # multiplies the number of channels and units
+    dropout: float = 0.0  # probability to drop; 0 for a network without dropout layers
+    augment: bool = False  # whether to crop (reflect padding 4) and flip at random
+    class_seed: int | None = None  # draws CIFAR5's known classes; None takes classes 0 to 4
+    # Images that are normalised together, a part of the batch (ghost batches); None takes all of it
     ghost_size: int | None = None
+    # Sides in pixels that training images are shrunk to, each for an equal share of the epochs; the last is their own
     image_sizes: tuple[int, ...] = ()
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "image_sizes", tuple(self.image_sizes))  # a checkpoint's JSON has a list
         if self.ghost_size is not None and (self.ghost_size < 2 or self.batch_size % self.ghost_size):
+            suggested = next((size for size in (16, 8, 4, 2) if self.batch_size % size == 0), self.batch_size)
             raise ValueError(
                 f"Expected a ghost size of at least 2 that divides the batch size {self.batch_size}, got "
-                f"{self.ghost_size}. Take {_suggest_ghost_size(self.batch_size)}, say."
+                f"{self.ghost_size}. Take {suggested}, say."
             )
 
     @property
@@ -100,11 +86,9 @@ class Recipe:
         """Builds the untrained network from torch's random state."""
         if self.network == "resnet18" and self.dropout:
             raise ValueError(f"Expected no dropout in resnet18, got {self.dropout}. The paper's ResNet has none.")
-        size: dict[str, Any] = {"in_channels": self.in_channels, "width": self.width}
-        if self.network == "resnet18":
-            return networks.resnet18(self.num_classes, **size)
-        build = networks.lenet5 if self.network == "lenet5" else networks.vgg11
-        return build(self.num_classes, **size, dropout=self.dropout)
+        options: dict[str, Any] = {"dropout": self.dropout} if self.dropout else {}
+        build: Callable[..., nn.Module] = getattr(networks, self.network)
+        return build(self.num_classes, self.in_channels, width=self.width, **options)
 
     def vary(self, **changes: Any) -> "Recipe":
         """Returns the recipe with some fields changed, under a name that says which; None changes nothing.
@@ -131,10 +115,6 @@ class Recipe:
         if given.get("optimizer", self.optimizer) != self.optimizer:
             given.setdefault("learning_rate", {"adam": 1e-3, "sgd": SGD_LEARNING_RATE}[given["optimizer"]])
         return replace(self, name=name, **given)
-
-
-def _suggest_ghost_size(batch_size: int) -> int:
-    return next((size for size in (16, 8, 4, 2) if batch_size % size == 0), batch_size)
 
 
 _CIFAR5: dict[str, Any] = {
@@ -165,23 +145,14 @@ RECIPES: dict[str, Recipe] = {
 
 @dataclass(frozen=True)
 class Experiment:
-    """The networks behind one block of the paper's Table 1: plain ones, which also make the ensemble, and with dropout.
+    """The networks behind one block of the paper's Table 1: plain ones, also as an ensemble, and with dropout."""
 
-    Attributes:
-        name: Key in `EXPERIMENTS`, and the folder under `results/`.
-        recipe: Of the plain networks.
-        num_seeds: How many plain networks, with seeds 0, 1, …; all of them make the ensemble.
-        dropout_recipe: Of the networks with dropout, or None where the paper has none.
-        num_dropout_seeds: How many of those.
-        options: What was changed in both recipes, as on the command line with a space in front.
-    """
-
-    name: str
-    recipe: Recipe
-    num_seeds: int
-    dropout_recipe: Recipe | None = None
-    num_dropout_seeds: int = 0
-    options: str = ""
+    name: str  # key in `EXPERIMENTS`, and the folder under `results/`
+    recipe: Recipe  # of the plain networks
+    num_seeds: int  # how many plain networks, with seeds 0, 1, …; all of them make the ensemble
+    dropout_recipe: Recipe | None = None  # of the networks with dropout, or None where the paper has none
+    num_dropout_seeds: int = 0  # how many of those
+    options: str = ""  # what was changed in both recipes, as on the command line with a space in front
 
     def runs(self) -> list[tuple[Recipe, int]]:
         """Lists recipe and seed of every network, the plain ones first.
@@ -190,10 +161,8 @@ class Experiment:
             >>> len(EXPERIMENTS["lenet5"].runs())
             9
         """
-        plain = [(self.recipe, seed) for seed in range(self.num_seeds)]
-        if self.dropout_recipe is None:
-            return plain
-        return plain + [(self.dropout_recipe, seed) for seed in range(self.num_dropout_seeds)]
+        numbers = ((self.recipe, self.num_seeds), (self.dropout_recipe, self.num_dropout_seeds))
+        return [(recipe, seed) for recipe, number in numbers if recipe for seed in range(number)]
 
     def vary(self, **changes: Any) -> "Experiment":
         """Returns the experiment with both recipes changed, as `Recipe.vary` does.

@@ -8,6 +8,7 @@ with the same number of threads.
 
 import math
 import time
+from contextlib import nullcontext
 from pathlib import Path
 
 import torch
@@ -30,7 +31,9 @@ from stochbn.experiments.training.recipes import Recipe
 from stochbn.statistics.normalization import Answering, BatchNormCall
 
 
-def train(recipe: Recipe, seed: int, *, folder: Path | None = None, console: Console | None = None) -> Path:
+def train(
+    recipe: Recipe, seed: int, *, folder: Path | None = None, console: Console | None = None, lock: bool = True
+) -> Path:
     """Trains a network, or finishes training it, and returns its checkpoint's path. A finished run is left alone.
 
     Args:
@@ -38,6 +41,7 @@ def train(recipe: Recipe, seed: int, *, folder: Path | None = None, console: Con
         seed: Determines initial weights, order of the data, augmentation and dropout.
         folder: Where you keep the published data files, asked before any download.
         console: Where progress goes: a live display on a terminal, else one line an epoch.
+        lock: Whether to keep other processes from this network; not if the caller already does.
 
     Raises:
         CheckpointError: The checkpoint is damaged or of another recipe, or another process trains this network.
@@ -45,7 +49,7 @@ def train(recipe: Recipe, seed: int, *, folder: Path | None = None, console: Con
     path = checkpoint_path(recipe, seed)
     if not is_trained(recipe, seed):
         check_writable(path.parent)
-        with locked(path, f"{recipe.name} seed {seed}"):
+        with locked(path, f"{recipe.name} seed {seed}") if lock else nullcontext():
             _train(recipe, seed, path, folder, console or Console())
     return path
 
