@@ -1,10 +1,12 @@
 import itertools
 import warnings
+from functools import partial
 
 import pytest
 import torch
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, TensorDataset
+from tqdm.auto import tqdm
 
 import stochbn
 from oracles import calibrate, small_cnn
@@ -152,8 +154,10 @@ def test_the_standard_error_is_that_of_repeated_fits(model: nn.Module) -> None:
 
 
 def test_the_progress_bar_tells_the_standard_error(
-    model: nn.Module, batches: list[Tensor], capsys: pytest.CaptureFixture[str]
+    model: nn.Module, batches: list[Tensor], capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    # By default the bar is drawn ten times a second, and a fit of this size takes less.
+    monkeypatch.setattr("stochbn.distributions.fit.tqdm", partial(tqdm, mininterval=0))
     stochbn.fit(model, batches * 20, progress=True)
     assert "standard_error=" in capsys.readouterr().err
 
