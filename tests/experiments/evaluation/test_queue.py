@@ -6,6 +6,7 @@ import signal
 import subprocess
 import sys
 import time
+from contextlib import ExitStack
 from dataclasses import replace
 from pathlib import Path
 
@@ -18,7 +19,13 @@ from stochbn.experiments.evaluation.plan import plan
 from stochbn.experiments.evaluation.queue import QueueError, reproduce
 from stochbn.experiments.files import File, diagnostics_path, prediction_path
 from stochbn.experiments.training import checkpoints
-from stochbn.experiments.training.checkpoints import checkpoint_path, find_checkpoint, is_locked, read_checkpoint
+from stochbn.experiments.training.checkpoints import (
+    checkpoint_path,
+    find_checkpoint,
+    is_locked,
+    locked,
+    read_checkpoint,
+)
 from stochbn.experiments.training.recipes import RECIPES, Experiment, Recipe
 from stochbn.experiments.training.train import train
 from tiny import DROPOUT, PLAIN, TINY, measure_little
@@ -176,17 +183,13 @@ def test_a_full_disk_loses_nothing_that_was_trained(tmp_path: Path, monkeypatch:
     assert plan(experiment, tmp_path, num_samples=4)[0].state == "done"
 
 
-def test_a_network_that_another_process_trains_is_waited_for(tmp_path: Path) -> None:
-    script = (
-        "import sys, time; from pathlib import Path; from stochbn.experiments.training.checkpoints import locked\n"
-        "with locked(Path(sys.argv[1]), 'it'):\n    print('held', flush=True); sys.stdin.read()"
-    )
+def test_a_network_that_another_process_trains_is_waited_for(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A lock keeps out whoever did not take it, also in one process; test_checkpoints.py takes one in another."""
     experiment = Experiment("tiny", PLAIN, 2)
     path = checkpoint_path(experiment.recipe, 0)
     path.parent.mkdir(parents=True)
-    command = [sys.executable, "-c", script, str(path)]
-    with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as other:
-        assert other.stdout.readline() == "held\n"
+    with ExitStack() as other:
+        other.enter_context(locked(path, "it"))
         assert [one.state for one in plan(experiment, tmp_path)] == ["running", "left"]
         looks = 0
 
@@ -195,13 +198,11 @@ def test_a_network_that_another_process_trains_is_waited_for(tmp_path: Path) -> 
             looks += 1
             if looks == 6:  # by then the other network is made
                 assert prediction_path(tmp_path, "tiny", 1).exists()
-                other.stdin.close()
-                other.wait()
+                other.close()
             return checkpoints.is_locked(checkpoint)
 
-        with pytest.MonkeyPatch.context() as patch:
-            patch.setattr(queue, "is_locked", look)
-            run(experiment, tmp_path, jobs=1)
+        monkeypatch.setattr(queue, "is_locked", look)
+        run(experiment, tmp_path, jobs=1)
     assert looks >= 6
     assert [one.state for one in plan(experiment, tmp_path, num_samples=4)] == ["done"] * 2
 
