@@ -14,7 +14,7 @@ BIN := .venv/bin
 	touch $@
 
 test: check
-	$(BIN)/python -m pytest --numprocesses 2 --dist loadfile --cov --cov-report=term
+	$(BIN)/python -m pytest --numprocesses 2 --dist loadfile --no-loadscope-reorder --cov --cov-report=term
 
 check: .venv/ready
 	$(BIN)/ruff format --check .

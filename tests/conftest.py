@@ -1,4 +1,8 @@
-"""Fixtures that the tests share."""
+"""Fixtures that the tests share, and how tests are divided among processes."""
+
+import os
+import re
+from typing import Any
 
 import pytest
 import torch
@@ -11,6 +15,33 @@ from oracles import calibrate, small_cnn
 settings.register_profile("untimed", deadline=None)  # how long an example takes depends on what else runs
 settings.load_profile("untimed")
 torch.set_num_threads(1)  # the networks are tiny: threads would only wait for each other
+
+# Here the files of a folder share what takes long to make, so one process runs them all.
+TOGETHER = ("tests/experiments/evaluation", "tests/experiments/report", "tests/experiments/study")
+# What takes longest comes first: at the end it would keep one process busy while the others are done.
+QUEUES = "tests/experiments/evaluation/test_queue.py"  # which share nothing with their folder
+FIRST = (QUEUES, "tests/experiments/evaluation", "tests/inference", "tests/experiments", "tests/test_docs.py")
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    for item in items:
+        if re.match(r"(tests|src/stochbn)/(experiments|cli)/", item.nodeid):
+            item.add_marker(pytest.mark.no_cover)  # it counts for the core alone, and tracing slows every call
+    items.sort(key=lambda item: [not item.nodeid.startswith(name) for name in FIRST])
+
+
+@pytest.hookimpl(optionalhook=True)
+def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
+    """Divides tests by file and, where files share much, by folder. Marks would say so if they reached xdist 3.8."""
+    from xdist.scheduler import LoadFileScheduling
+
+    class ByFileOrFolder(LoadFileScheduling):
+        def _split_scope(self, nodeid: str) -> str:
+            name = super()._split_scope(nodeid)
+            folder = os.path.dirname(name)
+            return folder if folder in TOGETHER and name != QUEUES else name
+
+    return ByFileOrFolder(config, log)
 
 
 @pytest.fixture(autouse=True)

@@ -115,8 +115,10 @@ def test_results_by_seed_are_the_stored_ones(name: str) -> None:
 def test_files_of_version_0_1_0_load(family: str) -> None:
     loaded = stochbn.load(STORED / f"{family}-0.1.0.sbn.safetensors")
     now = fitted(family, conditioned=family == "empirical")
+    stored = json.loads((STORED / "digests.json").read_text())
+    rtol = 1e-5 if stored["machine"] == MACHINE else 1e-4  # others round otherwise, which shows in means near 0
     for name, values in now.sample(3, seed=0).buffers.items():
-        assert torch.allclose(values, loaded.sample(3, seed=0).buffers[name], rtol=1e-5)
+        assert torch.allclose(values, loaded.sample(3, seed=0).buffers[name], rtol=rtol)
     assert (loaded.conditioned, loaded.batch_size, loaded.num_batches) == (now.conditioned, 16, 12)
 
 

@@ -1,8 +1,10 @@
 """Networks that nobody here wrote, unmodified: fit, vectorised prediction, the loop, their own buffers as a draw."""
 
+import importlib
 import os
 import warnings
 from collections.abc import Callable
+from types import ModuleType
 
 import pytest
 import torch
@@ -12,33 +14,41 @@ import stochbn
 from oracles import calibrate
 
 os.environ["HF_HUB_OFFLINE"] = "1"
-with warnings.catch_warnings():
-    warnings.simplefilter("ignore")  # of the libraries' own imports
-    import transformers
-    from monai.networks import nets
+
+
+def import_quietly(name: str) -> ModuleType:
+    """Imports a library when a test needs it, as that takes longer than the test, in every process that collects."""
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # of the libraries' own imports
+        return importlib.import_module(name)
+
+
+def monai(kind: str, *arguments: int, **options: object) -> nn.Module:
+    return getattr(import_quietly("monai.networks.nets"), kind)(*arguments, **options)
 
 
 def transformer(kind: str, **config: object) -> nn.Module:
+    transformers = import_quietly("transformers")
     settings = getattr(transformers, f"{kind}Config")(num_labels=5, **config)
     return getattr(transformers, f"{kind}ForImageClassification")(settings)
 
 
 NETWORKS: dict[str, tuple[Callable[[], nn.Module], tuple[int, ...]]] = {
     "monai DenseNet 2d": (
-        lambda: nets.DenseNet(2, 1, 5, init_features=8, growth_rate=4, block_config=(2, 2)),
+        lambda: monai("DenseNet", 2, 1, 5, init_features=8, growth_rate=4, block_config=(2, 2)),
         (1, 32, 32),
     ),
-    "monai DenseNet121": (lambda: nets.DenseNet121(2, 1, 5, init_features=8, growth_rate=2), (1, 64, 64)),
+    "monai DenseNet121": (lambda: monai("DenseNet121", 2, 1, 5, init_features=8, growth_rate=2), (1, 64, 64)),
     "monai UNet 2d, segmentation": (
-        lambda: nets.UNet(2, 1, 3, channels=(4, 8, 16), strides=(2, 2), num_res_units=1, norm="batch"),
+        lambda: monai("UNet", 2, 1, 3, channels=(4, 8, 16), strides=(2, 2), num_res_units=1, norm="batch"),
         (1, 16, 16),
     ),
     "monai UNet 3d, segmentation": (
-        lambda: nets.UNet(3, 1, 3, channels=(4, 8), strides=(2,), norm="batch"),
+        lambda: monai("UNet", 3, 1, 3, channels=(4, 8), strides=(2,), norm="batch"),
         (1, 8, 8, 8),
     ),
     "monai SegResNet 3d, segmentation": (
-        lambda: nets.SegResNet(3, 4, 1, 3, norm="batch", blocks_down=(1, 1), blocks_up=(1,)),
+        lambda: monai("SegResNet", 3, 4, 1, 3, norm="batch", blocks_down=(1, 1), blocks_up=(1,)),
         (1, 8, 8, 8),
     ),
     "transformers ResNet": (

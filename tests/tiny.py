@@ -13,7 +13,8 @@ from stochbn.experiments.evaluation import diagnostics, protocols
 from stochbn.experiments.evaluation.protocols import Curve
 from stochbn.experiments.training.recipes import RECIPES, Experiment
 
-PLAIN = replace(RECIPES["digits"], name="tiny", epochs=2, width=0.1)
+# Large mini-batches make for few steps and few draws of the last layer, one for each of them.
+PLAIN = replace(RECIPES["digits"], name="tiny", epochs=2, width=0.1, batch_size=64, learning_rate=4e-3)
 DROPOUT = replace(PLAIN, name="tiny-dropout", dropout=0.2)
 TINY = Experiment("tiny", PLAIN, 2, DROPOUT, 1)
 

@@ -29,8 +29,8 @@ def test_diagnostics(results: Path, splits: dict[str, Split]) -> None:
     assert unpack(file, "exact", "test")[0].shape == (20, 10)
     assert header["statistics"] == {
         "layers": ["conv1.norm", "conv2.norm", "fc.norm"],
-        "num_batches": 75,
-        "batch_size": 16,
+        "num_batches": 18,
+        "batch_size": 64,
     }
     images = tensors["gallery/uncertain test/images"]
     assert images.shape == (8, 1, 28, 28)

@@ -46,12 +46,12 @@ def test_files_hold_what_the_library_predicts(
     network = load_network(checkpoint_path(recipe, 0))
     stats = fit(network, splits["train"], recipe, dropout=dropout)
     num_samples = 6
-    assert (stats.batch_size, stats.num_batches) == (16, 75)
+    assert (stats.batch_size, stats.num_batches) == (64, 18)
     if method.endswith("tuned"):
         stats = tune(network, stats, splits["validation"], dropout=dropout)
     if method == "last":
         stats = fit(network, splits["train"], recipe, layers=["fc.norm"], family="empirical")
-        stats, num_samples = replace(stats, conditioned=True), 75  # each mini-batch once
+        stats, num_samples = replace(stats, conditioned=True), 18  # each mini-batch once
     file = File.read(prediction_path(results, recipe.name, 0))
     for part in ("test", "out-of-domain", "validation"):
         inputs = to_inputs(splits[part].images)
@@ -78,7 +78,7 @@ def test_files_hold_what_the_library_predicts(
 def test_headers_tell_where_numbers_come_from(results: Path) -> None:
     header = File.read(prediction_path(results, "tiny-dropout", 0)).header
     assert (header["experiment"], header["recipe"], header["seed"], header["epochs"]) == ("tiny", "tiny-dropout", 0, 2)
-    assert (header["num_samples"], header["batch_size"], header["data"]) == (6, 16, "digits")
+    assert (header["num_samples"], header["batch_size"], header["data"]) == (6, 64, "digits")
     assert header["out_of_domain"] == "glyphs"
     assert len(header["validation_nll"]) == len(header["train_loss"]) == len(header["validation_error"]) == 2
     assert header["settings"] == asdict(DROPOUT) | {"image_sizes": []}
@@ -142,7 +142,7 @@ def test_an_interrupted_evaluation_goes_on_where_it_was(
         "plain": 1,
         "sbn": 4,
         "tuned": 4,
-        "last": 75,
+        "last": 18,
     }
 
 
@@ -244,7 +244,7 @@ def test_a_checkpoint_of_another_recipe_is_refused(
 ) -> None:
     monkeypatch.setenv("STOCHBN_DATA", str(results / "cache"))
     other = replace(TINY, recipe=replace(PLAIN, batch_size=32))
-    with pytest.raises(CheckpointError, match=r"of tiny as it is now, got batch_size 16 instead of 32: .* Delete it"):
+    with pytest.raises(CheckpointError, match=r"of tiny as it is now, got batch_size 64 instead of 32: .* Delete it"):
         evaluate(other, tmp_path)
 
 
@@ -281,7 +281,7 @@ def test_report_of_what_was_evaluated(results: Path) -> None:
     nll = stochbn.nll(unpack(file, "dropout+sbn", "test")[0], file.tensors["labels"].long()).item()
     assert scores["dropout+sbn", "nll"] == pytest.approx(nll, rel=1e-5)
 
-    for appendix in ("Appendix B, n = 75 mini-batches of 16", "Appendix A, n = 10 training inputs"):
+    for appendix in ("Appendix B, n = 18 mini-batches of 64", "Appendix A, n = 10 training inputs"):
         assert appendix in markdown
         assert appendix in shown
     drawn = list((results / "figures").glob("*.png"))

@@ -39,7 +39,7 @@ def test_each_distribution_is_fitted_once(trained: TrainedNetwork, monkeypatch: 
     assert wide.tuning == stochbn.Tuning(2.0)
     assert wide.conditioned
     assert wide.num_batches == 10  # of the statistics of real mini-batches
-    assert trained.distribution(METHODS["sbn"].drawing).num_batches == 75
+    assert trained.distribution(METHODS["sbn"].drawing).num_batches == 18
     assert trained.distribution(METHODS["tuned"].drawing).tuning is not None
     assert trained.distribution(METHODS["plain"].drawing) is None
 

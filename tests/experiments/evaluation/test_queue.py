@@ -6,6 +6,7 @@ import signal
 import subprocess
 import sys
 import time
+from contextlib import ExitStack
 from dataclasses import replace
 from pathlib import Path
 
@@ -18,8 +19,14 @@ from stochbn.experiments.evaluation.plan import plan
 from stochbn.experiments.evaluation.queue import QueueError, reproduce
 from stochbn.experiments.files import File, diagnostics_path, prediction_path
 from stochbn.experiments.training import checkpoints
-from stochbn.experiments.training.checkpoints import checkpoint_path, find_checkpoint, is_locked, read_checkpoint
-from stochbn.experiments.training.recipes import Experiment, Recipe
+from stochbn.experiments.training.checkpoints import (
+    checkpoint_path,
+    find_checkpoint,
+    is_locked,
+    locked,
+    read_checkpoint,
+)
+from stochbn.experiments.training.recipes import RECIPES, Experiment, Recipe
 from stochbn.experiments.training.train import train
 from tiny import DROPOUT, PLAIN, TINY, measure_little
 
@@ -31,9 +38,10 @@ from stochbn.experiments.training.recipes import Experiment, RECIPES
 from dataclasses import replace
 if __name__ == "__main__":
     signal.signal(signal.SIGINT, signal.default_int_handler)  # which a background job of a shell has not
-    plain = replace(RECIPES["digits"], name="tiny", epochs=int(sys.argv[2]), width=0.1)
-    reproduce(Experiment("tiny", plain, 2), Path(sys.argv[1]), jobs=2, num_samples=4)
+    long = replace(RECIPES["digits"], name="long", epochs=12, width=0.1)
+    reproduce(Experiment("long", long, 2), Path(sys.argv[1]), jobs=2, num_samples=4)
 """
+LONG = replace(RECIPES["digits"], name="long", epochs=12, width=0.1)  # leaves time to end it in the middle
 
 
 @pytest.fixture(autouse=True)
@@ -84,14 +92,13 @@ def test_two_jobs_make_all_networks(tmp_path: Path, monkeypatch: pytest.MonkeyPa
     assert all(torch.equal(tensor, other.tensors[name]) for name, tensor in one.tensors.items())
 
 
-def start(folder: Path, epochs: int) -> subprocess.Popen[str]:
+def start(folder: Path) -> subprocess.Popen[str]:
     """Starts a queue in a process of its own and returns when a network has a checkpoint."""
     script = folder / "script.py"
     script.write_text(SCRIPT)
-    command = [sys.executable, str(script), str(folder), str(epochs)]
+    command = [sys.executable, str(script), str(folder)]
     process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
-    recipe = replace(PLAIN, epochs=epochs)
-    wait_for(lambda: any(checkpoint_path(recipe, seed).exists() for seed in (0, 1)) or process.poll() is not None)
+    wait_for(lambda: any(checkpoint_path(LONG, seed).exists() for seed in (0, 1)) or process.poll() is not None)
     assert process.poll() is None, process.communicate()[1]
     return process
 
@@ -111,32 +118,32 @@ def count_epochs(recipe: Recipe) -> list[int]:
 def test_killed_in_the_middle_of_an_epoch_it_goes_on_to_the_same_bits(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    recipe = replace(PLAIN, epochs=12)
-    process = start(tmp_path, epochs=12)
+    process = start(tmp_path)
     process.kill()
     process.communicate()
-    wait_for(lambda: not any(is_locked(checkpoint_path(recipe, seed)) for seed in (0, 1)))  # workers end with it
-    epochs = count_epochs(recipe)
+    wait_for(lambda: not any(is_locked(checkpoint_path(LONG, seed)) for seed in (0, 1)))  # workers end with it
+    epochs = count_epochs(LONG)
     further = epochs.index(max(epochs))
     assert 0 < epochs[further] < 12
-    said = run(Experiment("tiny", recipe, 2), tmp_path, jobs=1)
+    for name in ("evaluate_network", "diagnose"):  # which a full disk interrupts below
+        monkeypatch.setattr(queue, name, lambda *_, **__: None)
+    said = run(Experiment("long", LONG, 2), tmp_path, jobs=1)
     assert "0 of 2 networks done, 0 running, 2 left; about" in said
     assert said.count(f"epoch {max(epochs)}/12") == sum(count < max(epochs) for count in epochs)  # none is done twice
-    made = checkpoint_path(recipe, further)
+    made = checkpoint_path(LONG, further)
     monkeypatch.setenv("STOCHBN_DATA", str(tmp_path / "uninterrupted"))
-    assert_same_weights(made, train(recipe, further, console=Console(file=io.StringIO())))
+    assert_same_weights(made, train(LONG, further, console=Console(file=io.StringIO())))
 
 
 def test_ctrl_c_ends_the_workers_too(tmp_path: Path) -> None:
-    process = start(tmp_path, epochs=12)
+    process = start(tmp_path)
     os.kill(process.pid, signal.SIGINT)
     _, errors = process.communicate(timeout=60)
     assert process.returncode in (1, 130, -signal.SIGINT)
     assert errors.count("Traceback") == 1  # that of the script itself, which the command would turn into a line
     assert errors.rstrip().endswith("KeyboardInterrupt")
-    recipe = replace(PLAIN, epochs=12)
-    assert not any(is_locked(checkpoint_path(recipe, seed)) for seed in (0, 1))
-    assert 0 < max(count_epochs(recipe)) < 12
+    assert not any(is_locked(checkpoint_path(LONG, seed)) for seed in (0, 1))
+    assert 0 < max(count_epochs(LONG)) < 12
 
 
 def test_a_network_that_fails_does_not_stop_the_others(tmp_path: Path) -> None:
@@ -176,17 +183,13 @@ def test_a_full_disk_loses_nothing_that_was_trained(tmp_path: Path, monkeypatch:
     assert plan(experiment, tmp_path, num_samples=4)[0].state == "done"
 
 
-def test_a_network_that_another_process_trains_is_waited_for(tmp_path: Path) -> None:
-    script = (
-        "import sys, time; from pathlib import Path; from stochbn.experiments.training.checkpoints import locked\n"
-        "with locked(Path(sys.argv[1]), 'it'):\n    print('held', flush=True); sys.stdin.read()"
-    )
-    experiment = Experiment("tiny", replace(PLAIN, epochs=1), 2)
+def test_a_network_that_another_process_trains_is_waited_for(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A lock keeps out whoever did not take it, also in one process; test_checkpoints.py takes one in another."""
+    experiment = Experiment("tiny", PLAIN, 2)
     path = checkpoint_path(experiment.recipe, 0)
     path.parent.mkdir(parents=True)
-    command = [sys.executable, "-c", script, str(path)]
-    with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as other:
-        assert other.stdout.readline() == "held\n"
+    with ExitStack() as other:
+        other.enter_context(locked(path, "it"))
         assert [one.state for one in plan(experiment, tmp_path)] == ["running", "left"]
         looks = 0
 
@@ -195,13 +198,11 @@ def test_a_network_that_another_process_trains_is_waited_for(tmp_path: Path) -> 
             looks += 1
             if looks == 6:  # by then the other network is made
                 assert prediction_path(tmp_path, "tiny", 1).exists()
-                other.stdin.close()
-                other.wait()
+                other.close()
             return checkpoints.is_locked(checkpoint)
 
-        with pytest.MonkeyPatch.context() as patch:
-            patch.setattr(queue, "is_locked", look)
-            run(experiment, tmp_path, jobs=1)
+        monkeypatch.setattr(queue, "is_locked", look)
+        run(experiment, tmp_path, jobs=1)
     assert looks >= 6
     assert [one.state for one in plan(experiment, tmp_path, num_samples=4)] == ["done"] * 2
 

@@ -1,7 +1,6 @@
 """The study on tiny networks and little data, once for all tests."""
 
 import io
-from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -70,7 +69,7 @@ def files(trained: Study, folder: Path) -> dict[Task, File]:
 
 
 @pytest.fixture(scope="session")
-def results(trained: Study, files: dict[Task, File], folder: Path) -> Iterator[Results]:
+def results(trained: Study, files: dict[Task, File], folder: Path) -> Results:
     with pytest.MonkeyPatch.context() as patch:
         use_little(patch, folder)
-        yield measure_study(trained, files)
+        return measure_study(trained, files)

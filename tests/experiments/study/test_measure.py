@@ -13,6 +13,7 @@ from stochbn.experiments.study.scores import list_entries
 STRENGTHS = [f"{kind} {strength}" for kind in ("rotation", "noise", "blur") for strength in range(1, 6)]
 
 
+@pytest.mark.usefixtures("study")  # whose cache tells what the networks cost
 def test_every_method_is_scored(files: dict[Task, File], results: Results) -> None:
     keys = [entry.method.key for entry in list_entries(files)]
     assert list(results.methods) == keys
