@@ -9,5 +9,5 @@ import pytest
 def path(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
     """Has every call take one of the two, whatever it is worth."""
     least = -1 if request.param == "captured" else math.inf
-    monkeypatch.setattr("stochbn.inference.network.WORTH_CAPTURING", least)
+    monkeypatch.setattr("stochbn.inference.engine.network.WORTH_CAPTURING", least)
     return request.param

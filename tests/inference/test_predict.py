@@ -143,7 +143,7 @@ def test_stacks_are_bounded_by_the_batch_not_by_s(model: nn.Module, stats: stoch
     largest = 4 * 36 * 4  # bytes of the largest activation of an input
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(torch.Tensor, "softmax", spy)
-        patch.setattr("stochbn.inference.network.CHUNK_BYTES", 64 * largest)
+        patch.setattr("stochbn.inference.engine.network.CHUNK_BYTES", 64 * largest)
         stochbn.predict(model, stats, torch.rand(4, 1, 8, 8), num_samples=400, keep_samples=False)
     assert max(sizes) <= 64 * 3  # 64 stacked examples of 3 classes
     assert sum(sizes) == 400 * 4 * 3
@@ -161,8 +161,8 @@ def test_draws_are_made_in_blocks_of_bounded_size(
         return sample(self, num_samples, **options)
 
     monkeypatch.setattr(stochbn.Factorized, "sample", spy)
-    monkeypatch.setattr("stochbn.inference.network.BLOCK_NUMBERS", 2 * 20 * 9)  # the model has 20 channels
-    monkeypatch.setattr("stochbn.inference.network.FIRST_DRAWS", 4)
+    monkeypatch.setattr("stochbn.inference.engine.network.BLOCK_NUMBERS", 2 * 20 * 9)  # the model has 20 channels
+    monkeypatch.setattr("stochbn.inference.engine.network.FIRST_DRAWS", 4)
     pred = stochbn.predict(model, stats, [x[:4], x[4:]], num_samples=40, chunk_size=4)
     assert max(sizes) == 9
     torch.testing.assert_close(pred.samples, reference.samples, **ROUNDING)

@@ -20,7 +20,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from stochbn.inference.network import Network
+from stochbn.inference.engine.network import Network
 from stochbn.inference.prediction import Average, Link, Prediction, apply_link, join
 from stochbn.statistics.items import num_examples, take
 

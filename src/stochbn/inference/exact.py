@@ -11,7 +11,7 @@ from tqdm.auto import tqdm
 
 from stochbn.inference.predict import check_options, is_loader
 from stochbn.inference.prediction import Average, Link, Prediction, check_logits, join
-from stochbn.inference.stacking import Output
+from stochbn.inference.engine.stacking import Output
 from stochbn.statistics.calls import Call, call_on_inputs, device_of, unwrap, without_labels
 from stochbn.statistics.items import copy_to, describe, has_rows, map_leaves, num_examples, rows
 from stochbn.statistics.layers import all_batch_norms

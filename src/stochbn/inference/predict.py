@@ -12,7 +12,7 @@ from stochbn.distributions.base import Distribution
 from stochbn.distributions.draws import Draws
 from stochbn.distributions.seeds import member_seed, random_seed
 from stochbn.inference.adaptive import MAX_DRAWS, predict_adaptively
-from stochbn.inference.network import Network, Source
+from stochbn.inference.engine.network import Network, Source
 from stochbn.inference.prediction import Average, Link, Prediction, join
 from stochbn.statistics.calls import Call, call_on_inputs, unwrap, without_labels
 from stochbn.statistics.checks import check_whole

@@ -19,7 +19,7 @@ from tqdm.auto import tqdm
 from stochbn.distributions.base import Distribution, Tuning
 from stochbn.distributions.draws import Draws
 from stochbn.distributions.seeds import member_seed, random_seed
-from stochbn.inference.network import Network, warn_of_dropout
+from stochbn.inference.engine.network import Network, warn_of_dropout
 from stochbn.inference.prediction import check_logits
 from stochbn.statistics.calls import Call, call_on_item, unwrap
 from stochbn.statistics.checks import check_whole

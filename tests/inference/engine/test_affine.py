@@ -12,7 +12,7 @@ from torch.nn.modules.batchnorm import _BatchNorm
 
 import stochbn
 from oracles import NormAct, calibrate, naive
-from stochbn.inference.affine import normalise_with
+from stochbn.inference.engine.affine import normalise_with
 from stochbn.statistics.normalization import BatchNormCall
 
 pytestmark = pytest.mark.usefixtures("path")  # each test on both

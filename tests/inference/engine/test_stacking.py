@@ -6,7 +6,7 @@ from torch import Tensor, nn
 
 import stochbn
 from oracles import naive
-from stochbn.inference.stacking import Drawn, Stacking
+from stochbn.inference.engine.stacking import Drawn, Stacking
 from stochbn.statistics.calls import call_on_inputs
 
 

@@ -9,7 +9,7 @@ from torch import nn
 from torch.func import vmap
 
 import stochbn
-from stochbn.inference.dropout import hashed_uniform
+from stochbn.inference.engine.dropout import hashed_uniform
 
 pytestmark = pytest.mark.usefixtures("path")  # each test on both
 

@@ -9,8 +9,8 @@ from torch import Tensor, nn
 
 import stochbn
 from oracles import calibrate, naive
-from stochbn.inference import network
-from stochbn.inference.graph import CaptureError, capture
+from stochbn.inference.engine import network
+from stochbn.inference.engine.graph import CaptureError, capture
 from stochbn.statistics.calls import call_on_inputs
 
 ROUNDING = {"rtol": 1e-4, "atol": 1e-6}
@@ -18,7 +18,7 @@ ROUNDING = {"rtol": 1e-4, "atol": 1e-6}
 
 @pytest.fixture(autouse=True)
 def always_captured(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("stochbn.inference.network.WORTH_CAPTURING", -1)
+    monkeypatch.setattr("stochbn.inference.engine.network.WORTH_CAPTURING", -1)
 
 
 class Base(nn.Module):

@@ -8,8 +8,8 @@ from torch.func import functional_call, vmap
 from torch.nn import functional as F
 from torch.utils._pytree import tree_flatten, tree_map, tree_unflatten
 
-from stochbn.inference.affine import normalise_with
-from stochbn.inference.dropout import DropoutSites, dropout_key, dropout_map
+from stochbn.inference.engine.affine import normalise_with
+from stochbn.inference.engine.dropout import DropoutSites, dropout_key, dropout_map
 from stochbn.statistics.calls import Call, Called
 from stochbn.statistics.items import copy_to, num_examples
 from stochbn.statistics.layers import buffer_names

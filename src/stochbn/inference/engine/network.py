@@ -21,10 +21,10 @@ from torch.fx import GraphModule
 
 from stochbn.distributions.base import Distribution
 from stochbn.distributions.draws import Draws
-from stochbn.inference.affine import fold
-from stochbn.inference.dropout import dropout_key, dropout_map
-from stochbn.inference.graph import Captured, CaptureError, Site, capture
-from stochbn.inference.stacking import Drawn, Stacking
+from stochbn.inference.engine.affine import fold
+from stochbn.inference.engine.dropout import dropout_key, dropout_map
+from stochbn.inference.engine.graph import Captured, CaptureError, Site, capture
+from stochbn.inference.engine.stacking import Drawn, Stacking
 from stochbn.statistics.calls import Call, device_of
 from stochbn.statistics.items import copy_to, fill, map_leaves, num_examples, rows, tensors_in
 from stochbn.statistics.layers import buffer_names, dropout_layers

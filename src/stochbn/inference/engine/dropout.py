@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from torch.nn.modules.dropout import _DropoutNd
 
 from stochbn.distributions.seeds import derive_seed
-from stochbn.inference.affine import Affine
+from stochbn.inference.engine.affine import Affine
 from stochbn.statistics.layers import dropout_layers
 
 _WHOLE_CHANNELS = (nn.Dropout1d, nn.Dropout2d, nn.Dropout3d, nn.FeatureAlphaDropout)

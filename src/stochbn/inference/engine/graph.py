@@ -22,9 +22,9 @@ from torch.export import Dim, ExportedProgram
 from torch.fx import Graph, GraphModule, Node
 from torch.fx.node import map_arg
 
-from stochbn.inference.affine import apply_to_rows, condition_rows
-from stochbn.inference.dropout import DropoutSites
-from stochbn.inference.stacking import Output
+from stochbn.inference.engine.affine import apply_to_rows, condition_rows
+from stochbn.inference.engine.dropout import DropoutSites
+from stochbn.inference.engine.stacking import Output
 from stochbn.statistics.calls import Call
 from stochbn.statistics.items import fill, has_rows, map_leaves, rows, tensors_in
 from stochbn.statistics.layers import all_batch_norms
