@@ -4,8 +4,10 @@ LeNet-5 follows the authors' published setting: Adam at 1e-3 falling linearly to
 pixels in [0, 1], dropout 0.5 after each block where there is dropout.
 
 On CIFAR5 the authors train for up to 200 epochs, which takes weeks on a few cores; those recipes are named `…-authors`.
-Ours take 16 epochs of SGD with one cycle, in steps of 64 images that are normalised in mini-batches of 16, the authors'
-M. SGD was chosen over Adam on validation images, in a short pilot with a narrow VGG-11.
+Ours take 30 epochs (ResNet-18 16) of SGD with one cycle, in steps of 64 images that are normalised in mini-batches of
+16, the authors' M. SGD was chosen over Adam on validation images, in a short pilot with a narrow VGG-11. After 16 epochs
+two VGG-11 had a training loss of 0.13 and 8.0 % of the validation images wrong: not yet the overconfident networks that
+the paper is about.
 """
 
 from collections.abc import Callable
@@ -131,8 +133,8 @@ RECIPES: dict[str, Recipe] = {
     for recipe in (
         Recipe("lenet5", "lenet5", "mnist", 10, 1, epochs=50, batch_size=16),
         Recipe("lenet5-dropout", "lenet5", "mnist", 10, 1, epochs=50, batch_size=16, dropout=0.5),
-        Recipe("vgg11", "vgg11", "cifar5", 5, 3, epochs=16, **_CIFAR5),
-        Recipe("vgg11-dropout", "vgg11", "cifar5", 5, 3, epochs=16, dropout=0.5, **_CIFAR5),
+        Recipe("vgg11", "vgg11", "cifar5", 5, 3, epochs=30, **_CIFAR5),
+        Recipe("vgg11-dropout", "vgg11", "cifar5", 5, 3, epochs=30, dropout=0.5, **_CIFAR5),
         Recipe("resnet18", "resnet18", "cifar5", 5, 3, epochs=16, image_sizes=(16, 16, 24, 32), **_CIFAR5),
         Recipe("vgg11-authors", "vgg11", "cifar5", 5, 3, epochs=200, batch_size=16, augment=True),
         Recipe("vgg11-dropout-authors", "vgg11", "cifar5", 5, 3, epochs=200, batch_size=16, dropout=0.5, augment=True),
