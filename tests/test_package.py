@@ -16,13 +16,12 @@ TESTS = Path(__file__).parent
 ROOMS = {
     "statistics": [
         *("checks", "items", "calls", "mini_batches", "layers", "moments", "normalization", "restoring", "twin"),
+        "progress",
     ],
     "distributions": ["seeds", "draws", "base", "factorized", "lowrank", "empirical", "files", "fit", "track"],
     "uncertainty": None,
-    "inference": [
-        *("prediction", "affine", "dropout", "stacking", "graph", "network", "adaptive", "predict", "tune"),
-        "exact",
-    ],
+    "inference.engine": ["affine", "dropout", "sampling", "stacking", "folding", "graph", "code", "network"],
+    "inference": ["prediction", "adaptive", "predict", "export", "tune", "exact"],
     "experiments.data": ["sources", "publications", "embedded", "splits", "corruptions"],
     "experiments.training": ["networks", "recipes", "checkpoints", "train"],
     "experiments.methods": None,

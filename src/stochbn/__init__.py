@@ -14,6 +14,7 @@ from stochbn.distributions.fit import fit
 from stochbn.distributions.lowrank import LowRank
 from stochbn.distributions.track import Tracker, track
 from stochbn.inference.exact import LowerBound, exact_predict, lower_bound
+from stochbn.inference.export import export
 from stochbn.inference.predict import Predictor, predict
 from stochbn.inference.prediction import Prediction
 from stochbn.inference.tune import tune
@@ -38,6 +39,7 @@ __all__ = [
     "error",
     "exact_predict",
     "expected_entropy",
+    "export",
     "fit",
     "load",
     "lower_bound",

@@ -157,7 +157,7 @@ def test_the_progress_bar_tells_the_standard_error(
     model: nn.Module, batches: list[Tensor], capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     eager = partial(tqdm, mininterval=0)  # else a fast machine is done before the bar is drawn again
-    monkeypatch.setattr("stochbn.distributions.fit.tqdm", eager)
+    monkeypatch.setattr("stochbn.statistics.progress.tqdm", eager)
     stochbn.fit(model, batches * 20, progress=True)
     assert "standard_error=" in capsys.readouterr().err
 

@@ -1,9 +1,12 @@
 """Predictions against naive loops over copies, however they are computed."""
 
 import copy
+import gc
 import math
+import os
 import pickle
 import warnings
+from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 import torch
@@ -161,8 +164,8 @@ def test_draws_are_made_in_blocks_of_bounded_size(
         return sample(self, num_samples, **options)
 
     monkeypatch.setattr(stochbn.Factorized, "sample", spy)
-    monkeypatch.setattr("stochbn.inference.engine.network.BLOCK_NUMBERS", 2 * 20 * 9)  # the model has 20 channels
-    monkeypatch.setattr("stochbn.inference.engine.network.FIRST_DRAWS", 4)
+    monkeypatch.setattr("stochbn.inference.engine.sampling.BLOCK_NUMBERS", 2 * 20 * 9)  # the model has 20 channels
+    monkeypatch.setattr("stochbn.inference.engine.sampling.FIRST_DRAWS", 4)
     pred = stochbn.predict(model, stats, [x[:4], x[4:]], num_samples=40, chunk_size=4)
     assert max(sizes) == 9
     torch.testing.assert_close(pred.samples, reference.samples, **ROUNDING)
@@ -460,3 +463,83 @@ def test_outputs_that_are_not_floating_point() -> None:
 
     with pytest.raises(TypeError, match=r"floating-point tensor with a row an input, got torch.int64 of shape \[5\]"):
         stochbn.predict(Labels(), centred(Labels()), torch.randn(5, 3), num_samples=3)
+
+
+def test_a_predictor_gives_what_predict_gives(
+    dropout_model: nn.Module, batches: list[Tensor], x: Tensor, path: str
+) -> None:
+    stats = stochbn.fit(dropout_model, batches, dropout=True, progress=False)
+    options = {"num_samples": 9, "seed": 4, "dropout": True}
+    predictor = stochbn.Predictor(dropout_model, stats, **options).warm_up(x)
+    expected = stochbn.predict(dropout_model, stats, x, **options)
+    torch.testing.assert_close(predictor(x).samples, expected.samples, **ROUNDING)
+    torch.testing.assert_close(predictor([(x[:3], 0), (x[3:], 0)]).samples, expected.samples, **ROUNDING)
+    for other in (copy.deepcopy(predictor), pickle.loads(pickle.dumps(predictor)), predictor.to("cpu")):
+        assert torch.equal(other(x).samples, predictor(x).samples)
+    assert repr(predictor) == "Predictor(Sequential, num_samples=9)"
+
+
+def test_a_predictor_is_a_snapshot(model: nn.Module, stats: stochbn.Factorized, x: Tensor) -> None:
+    predictor = stochbn.Predictor(model, stats, num_samples=4)
+    expected = stochbn.predict(model, stats, x, num_samples=4).samples
+    model.train()
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.zero_()
+    torch.testing.assert_close(predictor(x).samples, expected, **ROUNDING)
+
+
+def test_a_predictor_takes_ensembles_and_other_shapes() -> None:
+    batches = [torch.rand(8, 1, 6, 6) for _ in range(6)]
+    models = [
+        calibrate(nn.Sequential(nn.Conv2d(1, 3, 3), nn.BatchNorm2d(3), nn.AdaptiveAvgPool2d(1), nn.Flatten()), batches)
+        for _ in range(2)
+    ]
+    stats = [stochbn.fit(one, batches, progress=False) for one in models]
+    predictor = stochbn.Predictor(models, stats, num_samples=5)
+    for side in (6, 9):
+        x = torch.rand(4, 1, side, side)
+        expected = stochbn.predict(models, stats, x, num_samples=5)
+        torch.testing.assert_close(predictor(x).probs, expected.probs, **ROUNDING)
+
+
+def test_threads_share_a_predictor(model: nn.Module, stats: stochbn.Factorized, batches: list[Tensor]) -> None:
+    """8 threads × 200 single inputs are bit for bit what one thread gets."""
+    predictor = stochbn.Predictor(model, stats, num_samples=8)
+    inputs = torch.cat(batches)
+    inputs = torch.cat([inputs, inputs[:8]])  # 200
+    expected = [predictor(x[None]).probs for x in inputs]
+
+    def serve(_: int) -> bool:
+        return all(torch.equal(predictor(x[None]).probs, probs) for x, probs in zip(inputs, expected, strict=True))
+
+    with ThreadPoolExecutor(8) as pool:
+        assert all(pool.map(serve, range(8)))
+
+
+def resident() -> int:
+    """Bytes of memory that the process has."""
+    with open("/proc/self/statm") as file:
+        return int(file.read().split()[1]) * os.sysconf("SC_PAGE_SIZE")
+
+
+@pytest.mark.skipif(not os.path.exists("/proc/self/statm"), reason="needs Linux")
+def test_memory_stays_where_it_was(batches: list[Tensor], path: str) -> None:
+    """Thousands of calls, and models that are made and dropped."""
+    if path == "stacked":
+        pytest.skip("keeps nothing")
+
+    def grow(count: int) -> int:
+        for _ in range(count):
+            model = calibrate(nn.Sequential(nn.Flatten(), nn.Linear(64, 4000), nn.BatchNorm1d(4000)), batches[:2])
+            stats = stochbn.fit(model, batches, progress=False)
+            predictor = stochbn.Predictor(model, stats, num_samples=2, keep_samples=False)
+            for _ in range(30):
+                predictor(batches[0][:1])
+        del model, stats, predictor
+        gc.collect()
+        return resident()
+
+    before = grow(5)
+    made = 30 * 64 * 4000 * 4  # bytes of the weights of 30 models; each has copies
+    assert grow(30) - before < made / 2

@@ -10,7 +10,6 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.nn.modules.batchnorm import _BatchNorm
-from tqdm.auto import tqdm
 
 from stochbn.distributions.base import Collector, Distribution, Layer
 from stochbn.distributions.factorized import Factorized
@@ -21,8 +20,9 @@ from stochbn.statistics.items import copy_to, num_examples, rows
 from stochbn.statistics.layers import Layers, all_batch_norms, dropout_layers, find_layers
 from stochbn.statistics.mini_batches import STACKED_EXAMPLES, length, mini_batches
 from stochbn.statistics.moments import Moments
-from stochbn.statistics.normalization import Answering, BatchNormalization, BatchNormCall, Observed
-from stochbn.statistics.restoring import keeping_tensors
+from stochbn.statistics.normalization import BatchNormalization, BatchNormCall, Observed, call_answered
+from stochbn.statistics.progress import progress_bar
+from stochbn.statistics.restoring import KeepingModes, keeping_tensors
 from stochbn.statistics.twin import make_twin, reorder_convolutions
 
 # A layer has drifted when half of its channels are this far from the running statistics: one standard deviation, or a
@@ -98,8 +98,9 @@ def fit(
     if dropout:
         dropout_layers(model)
     with (
+        KeepingModes(),
         torch.no_grad(),
-        tqdm(total=length(loader), desc="fit", unit="batch", disable=not progress, leave=False) as bar,
+        progress_bar("fit", "batch", length(loader), shown=progress) as bar,
     ):
         parts = mini_batches(loader, batch_size=batch_size, num_batches=num_batches)
         if last:
@@ -155,8 +156,7 @@ def _keep_last(
     if first is None:
         return layers, parts
     item, _, size = first
-    with Answering(note):
-        call(make_twin(model), copy_to(rows(item, 0, size), device_of(model)))
+    call_answered(note, call, make_twin(model), copy_to(rows(item, 0, size), device_of(model)))
     last = [name for name in called if name is not None][-1:]
     return {name: layers[name] for name in last} or layers, itertools.chain([first], parts)
 
@@ -204,8 +204,8 @@ class _Pass:
 
     def _run(self, twin: nn.Module, normalization: BatchNormalization, item: Any, num_batches: int) -> None:
         normalization.num_batches = num_batches
-        with Answering(normalization.answer), keeping_tensors(twin):
-            self._call(twin, copy_to(item, device_of(twin)))
+        with keeping_tensors(twin):
+            call_answered(normalization.answer, self._call, twin, copy_to(item, device_of(twin)))
 
     def _bears_channels_last(self, mini_batch: Any) -> bool:
         """Returns whether the statistics of a mini-batch, without dropout, are the same in both layouts."""

@@ -7,17 +7,17 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from tqdm.auto import tqdm
 
+from stochbn.inference.engine.stacking import Output
 from stochbn.inference.predict import check_options, is_loader
 from stochbn.inference.prediction import Average, Link, Prediction, check_logits, join
-from stochbn.inference.engine.stacking import Output
 from stochbn.statistics.calls import Call, call_on_inputs, device_of, unwrap, without_labels
 from stochbn.statistics.items import copy_to, describe, has_rows, map_leaves, num_examples, rows
 from stochbn.statistics.layers import all_batch_norms
 from stochbn.statistics.mini_batches import length, mini_batches
-from stochbn.statistics.normalization import Answering, BatchNormalization
-from stochbn.statistics.restoring import keeping_tensors
+from stochbn.statistics.normalization import BatchNormalization, call_answered
+from stochbn.statistics.progress import progress_bar
+from stochbn.statistics.restoring import KeepingModes, keeping_tensors
 from stochbn.statistics.twin import make_twin
 from stochbn.uncertainty import class_indices
 
@@ -74,10 +74,10 @@ def exact_predict(
     results = []
     normalization = BatchNormalization(all_batch_norms(twin), record=False)
     with (
+        KeepingModes(),
         torch.no_grad(),
         keeping_tensors(twin),
-        Answering(normalization.answer),
-        tqdm(total=rounds, desc="exact", unit="sample", disable=not progress, leave=False) as bar,
+        progress_bar("exact", "sample", rounds, shown=progress) as bar,
     ):
         companions = [
             copy_to(item if call else without_labels(item), device)
@@ -92,7 +92,7 @@ def exact_predict(
                 for start in range(0, max(1, num_examples(item)), size):
                     some = rows(item, start, start + size)
                     normalization.num_batches = num_examples(some)
-                    together = called(_surround(some, companion))  # (n · M, …)
+                    together = call_answered(normalization.answer, called, _surround(some, companion))  # (n · M, …)
                     outputs.append(together.unflatten(0, (normalization.num_batches, -1))[:, 0])
                 average.add(torch.cat(outputs).unsqueeze(0))
                 bar.update()

@@ -6,17 +6,19 @@ from typing import Any, Literal, get_args
 
 import torch
 from torch import Tensor, nn
-from tqdm.auto import tqdm
 
 from stochbn.distributions.base import Distribution
 from stochbn.distributions.draws import Draws
 from stochbn.distributions.seeds import member_seed, random_seed
 from stochbn.inference.adaptive import MAX_DRAWS, predict_adaptively
-from stochbn.inference.engine.network import Network, Source
+from stochbn.inference.engine.network import Network
+from stochbn.inference.engine.sampling import Source
 from stochbn.inference.prediction import Average, Link, Prediction, join
 from stochbn.statistics.calls import Call, call_on_inputs, unwrap, without_labels
 from stochbn.statistics.checks import check_whole
 from stochbn.statistics.mini_batches import check_loader, length
+from stochbn.statistics.progress import progress_bar
+from stochbn.statistics.restoring import KeepingModes
 
 _BATCH = (Tensor, tuple, Mapping)  # what is one batch; anything else is iterated over
 
@@ -223,7 +225,7 @@ def _predict(
     rounds = (length(batches) or 0) * sum(network.num_draws for network in networks)
     results = []
     total = None if tolerance is not None else rounds or None
-    with tqdm(total=total, desc="predict", unit="draw", disable=not progress, leave=False) as bar:
+    with KeepingModes(), progress_bar("predict", "draw", total, shown=progress) as bar:
         for item in batches:
             if has_batches and not takes_items:
                 item = without_labels(item)

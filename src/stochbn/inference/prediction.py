@@ -81,9 +81,10 @@ class Prediction:
 class Average:
     """Streams draws' outputs, (s, N, K, *) at a time, into what a `Prediction` holds."""
 
-    def __init__(self, link: Link, keep_samples: bool) -> None:
+    def __init__(self, link: Link, keep_samples: bool, checks: bool = True) -> None:
         self.link = link
         self.keep_samples = keep_samples
+        self.checks = checks  # of the values; not in a pass that is exported
         self.count = 0
         self.samples: list[Tensor] = []
         self.moments: Moments | None = None
@@ -91,9 +92,9 @@ class Average:
 
     def add(self, outputs: Tensor, weight: float = 1.0, temperature: float = 1.0) -> None:
         """Takes raw outputs of some draws, each of which counts by `weight`."""
-        samples = apply_link(outputs, self.link, temperature)
+        samples = apply_link(outputs, self.link, temperature, self.checks)
         finite = samples.isfinite()
-        if not finite.all():
+        if self.checks and not finite.all():
             draw, row = (int(i) for i in (~finite).nonzero()[0][:2])
             raise ValueError(
                 f"Expected finite outputs, got NaN or Inf from draw {self.count + draw} for input {row} of its batch. "
@@ -157,14 +158,15 @@ def _entropy(probs: Tensor, link: Link) -> Tensor:
     return entropy(probs)
 
 
-def apply_link(outputs: Tensor, link: Link, temperature: float = 1.0) -> Tensor:
+def apply_link(outputs: Tensor, link: Link, temperature: float = 1.0, checks: bool = True) -> Tensor:
     """Turns raw outputs (S, N, …) into what is averaged, in float32 or better. Regression has no temperature."""
     outputs = widen(outputs)
     if link == "identity":
         return outputs
     if link == "sigmoid":
         return (outputs / temperature).sigmoid()
-    check_logits(outputs)
+    if checks:
+        check_logits(outputs)
     return (outputs / temperature).softmax(2)
 
 

@@ -14,18 +14,20 @@ from typing import Any, Literal, TypeVar, cast
 
 import torch
 from torch import Tensor, nn
-from tqdm.auto import tqdm
 
 from stochbn.distributions.base import Distribution, Tuning
 from stochbn.distributions.draws import Draws
 from stochbn.distributions.seeds import member_seed, random_seed
-from stochbn.inference.engine.network import Network, warn_of_dropout
+from stochbn.inference.engine.network import Network
+from stochbn.inference.engine.sampling import warn_of_dropout
 from stochbn.inference.prediction import check_logits
 from stochbn.statistics.calls import Call, call_on_item, unwrap
 from stochbn.statistics.checks import check_whole
 from stochbn.statistics.items import describe
 from stochbn.statistics.mini_batches import check_loader, length
 from stochbn.statistics.normalization import widen
+from stochbn.statistics.progress import progress_bar
+from stochbn.statistics.restoring import KeepingModes
 from stochbn.uncertainty import class_indices
 
 SPREADS = tuple(2 ** (step / 2) for step in range(-2, 5))  # 0.5, 0.71, 1, …, 4
@@ -195,8 +197,9 @@ class _HeldOut:
         networks = [self._network(number, spreads) for number in range(len(self.models))]
         total, count = torch.zeros(len(spreads), len(self.temperatures), dtype=torch.float64), 0
         with (
+            KeepingModes(),
             torch.no_grad(),
-            tqdm(total=length(self.loader), desc=title, unit="batch", disable=not self.progress, leave=False) as bar,
+            progress_bar(title, "batch", length(self.loader), shown=self.progress) as bar,
         ):
             for item in self.loader:
                 labels = self._labels(item).to(networks[0].device)

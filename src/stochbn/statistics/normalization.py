@@ -103,14 +103,28 @@ class Answering(TorchFunctionMode):
 
     def __init__(self, answer: Callable[[BatchNormCall], Tensor]) -> None:
         super().__init__()
-        self._answer = answer
+        self.answer: Callable[[BatchNormCall], Tensor] | None = answer
+
+    def __exit__(self, *error: Any) -> None:
+        self.answer = None  # should Ctrl-C leave the context active, it does nothing from here on
+        super().__exit__(*error)  # type: ignore[no-untyped-call]
 
     def __torch_function__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
-        if func is F.batch_norm:
-            return self._answer(BatchNormCall(*args, **(kwargs or {})))
+        if func is F.batch_norm and self.answer is not None:
+            return self.answer(BatchNormCall(*args, **(kwargs or {})))
         return func(*args, **(kwargs or {}))
+
+
+def call_answered(answer: Callable[[BatchNormCall], Tensor], function: Callable[..., Any], *arguments: Any) -> Any:
+    """Calls a function while another answers torch's `batch_norm`, and not a moment longer, whatever interrupts it."""
+    mode = Answering(answer)
+    try:
+        with mode:
+            return function(*arguments)
+    finally:
+        mode.answer = None  # no call of Python's, which Ctrl-C could end before it began
 
 
 class Observed:

@@ -1,10 +1,14 @@
-"""What a forward pass binds again in a model, put back as it was."""
+"""What a pass may change of a model or of its thread, put back as it was."""
 
 import operator
 from collections.abc import Iterator
 from contextlib import contextmanager
+from typing import Any
 
+import torch
 from torch import Tensor, nn
+
+from stochbn.statistics.normalization import Answering
 
 
 @contextmanager
@@ -28,3 +32,48 @@ def keeping_tensors(model: nn.Module) -> Iterator[None]:
                     place[key] = kept[key]
                 else:
                     del place[key]
+
+
+class KeepingModes:
+    """Context that restores the thread's gradient mode, function modes and levels of `vmap`.
+
+    Every one of these has a context of its own. But Ctrl-C may come while such a context is entered or left, and then
+    it stays active for ever. This one goes around the others.
+
+    Examples:
+        >>> with KeepingModes():
+        ...     _ = torch.set_grad_enabled(False)
+        >>> torch.is_grad_enabled()
+        True
+    """
+
+    def __enter__(self) -> None:
+        # What an interrupted call of ours left to the garbage collector may have come back since: torch takes a mode
+        # off its stack while it is answering, and a generator puts it back.
+        while (count := torch._C._len_torch_function_stack()) and _is_over(torch._C._get_function_stack_at(count - 1)):
+            torch._C._pop_torch_function_stack()
+        self._functorch: Any = torch._C._functorch
+        self._gradients = torch.is_grad_enabled()
+        self._modes = torch._C._len_torch_function_stack()
+        self._depth = self._functorch.get_dynamic_layer_stack_depth()  # of vmap
+
+    def __exit__(self, _: object, error: BaseException | None, __: object) -> None:
+        while torch._C._len_torch_function_stack() > self._modes:
+            torch._C._pop_torch_function_stack()
+        self._functorch.pop_dynamic_layer_stack_and_undo_to_depth(self._depth)
+        torch._C._set_grad_enabled(self._gradients)
+        if error is not None:
+            raise_if_interrupted(error)
+
+
+def _is_over(mode: Any) -> bool:
+    return isinstance(mode, Answering) and mode.answer is None
+
+
+def raise_if_interrupted(error: BaseException) -> None:
+    """Raises `KeyboardInterrupt` where that is what an error came of: torch's contexts may raise another on the way."""
+    cause: BaseException | None = error
+    while cause is not None:
+        if isinstance(cause, KeyboardInterrupt) and cause is not error:
+            raise KeyboardInterrupt from error
+        cause = cause.__context__

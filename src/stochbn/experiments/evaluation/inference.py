@@ -20,7 +20,7 @@ from stochbn.experiments.methods import Drawing
 from stochbn.experiments.training.networks import LAST_STAGES
 from stochbn.experiments.training.recipes import Recipe
 from stochbn.experiments.training.train import augment
-from stochbn.inference.engine.network import Source
+from stochbn.inference.engine.sampling import Source
 from stochbn.inference.prediction import Average
 from stochbn.statistics.layers import all_batch_norms
 

@@ -5,9 +5,9 @@ pixels in [0, 1], dropout 0.5 after each block where there is dropout.
 
 On CIFAR5 the authors train for up to 200 epochs, which takes weeks on a few cores; those recipes are named `…-authors`.
 Ours take 30 epochs (ResNet-18 16) of SGD with one cycle, in steps of 64 images that are normalised in mini-batches of
-16, the authors' M. SGD was chosen over Adam on validation images, in a short pilot with a narrow VGG-11. After 16 epochs
-two VGG-11 had a training loss of 0.13 and 8.0 % of the validation images wrong: not yet the overconfident networks that
-the paper is about.
+16, the authors' M. SGD was chosen over Adam on validation images, in a short pilot with a narrow VGG-11. After 16
+epochs two VGG-11 had a training loss of 0.13 and 8.0 % of the validation images wrong: not yet the overconfident
+networks that the paper is about.
 """
 
 from collections.abc import Callable

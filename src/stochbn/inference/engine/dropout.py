@@ -87,3 +87,22 @@ class DropoutSites:
             return self._answer(layer, name, call, output)
 
         return hook
+
+
+@torch.library.custom_op("stochbn::dropout_site", mutates_args=())
+def _site(x: Tensor, name: str, call: int) -> Tensor:
+    return x.clone()
+
+
+@_site.register_fake
+def _(x: Tensor, name: str, call: int) -> Tensor:
+    return torch.empty_like(x)
+
+
+DROPOUT_SITE = torch.ops.stochbn.dropout_site.default
+
+
+def mark_dropout(_: _DropoutNd, name: str, call: int, x: Tensor) -> Tensor:
+    """Leaves a mark in a graph where a dropout layer stands: in eval mode it would leave none."""
+    marked: Tensor = DROPOUT_SITE(x, name, call)
+    return marked

@@ -1,106 +1,27 @@
-"""A model → a graph of its forward pass in which S draws are rows of the batch, cut where the draws begin to matter.
+"""A model → a graph of its forward pass, captured once by `torch.export`, in eval mode and for any batch size."""
 
-`torch.export` captures the pass once, in eval mode and for any batch size. In the graph each drawn BatchNorm layer, and
-each dropout layer, becomes an affine map of its own for every draw. From the first of them on values have S · N rows:
-what joins from before is repeated, and sizes that were computed from the batch are multiplied by S. What comes before
-is a graph of its own, which runs once a batch.
-
-A graph holds no tensor of the model. Parameters, buffers and the draws' maps are its arguments, so it follows a model
-that is trained further, and any thread may run it.
-"""
-
-import operator
 import threading
 import warnings
-from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterable
 from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.export import Dim, ExportedProgram
-from torch.fx import Graph, GraphModule, Node
-from torch.fx.node import map_arg
+from torch.fx import Node, graph_module
 
-from stochbn.inference.engine.affine import apply_to_rows, condition_rows
-from stochbn.inference.engine.dropout import DropoutSites
+from stochbn.inference.engine.dropout import DropoutSites, mark_dropout
+from stochbn.inference.engine.folding import Captured, CaptureError, Folding
 from stochbn.inference.engine.stacking import Output
 from stochbn.statistics.calls import Call
 from stochbn.statistics.items import fill, has_rows, map_leaves, rows, tensors_in
 from stochbn.statistics.layers import all_batch_norms
+from stochbn.statistics.restoring import raise_if_interrupted
 from stochbn.statistics.twin import make_twin
-
-aten = torch.ops.aten
 
 _CAPTURING = threading.Lock()  # torch.export keeps its state in globals
 _EXAMPLE_ROWS = 4  # sizes of 0 and 1 would become constants of the graph
-
-
-class CaptureError(Exception):
-    """A model whose forward pass is no graph that draws can be folded into; the message says which line of it."""
-
-
-@torch.library.custom_op("stochbn::dropout_site", mutates_args=())
-def _dropout_site(x: Tensor, name: str, call: int) -> Tensor:
-    """Marks in a graph where a dropout layer stands."""
-    return x.clone()
-
-
-@_dropout_site.register_fake
-def _(x: Tensor, name: str, call: int) -> Tensor:
-    return torch.empty_like(x)
-
-
-@dataclass(frozen=True)
-class Site:
-    """Where draws enter the graph: a call of a BatchNorm or of a dropout layer.
-
-    Attributes:
-        layer: Its name.
-        units: Shape of an input there, without the batch.
-        dtype: Of the values there.
-        arguments: What the drawn graph is handed for it, one tensor a name: `scale` and `shift`, or `mean`, `var`,
-            `share`, `weight` and `bias` where inputs are counted into their mini-batches.
-        dropout_call: For dropout, which of the layer's calls in a pass it is, from 1; 0 for BatchNorm.
-        weight: Name of the parameter that is γ; None for none.
-        bias: The same of β.
-        eps: ε.
-    """
-
-    layer: str
-    units: tuple[int, ...]
-    dtype: torch.dtype
-    arguments: tuple[str, ...] = ("scale", "shift")
-    dropout_call: int = 0
-    weight: str | None = None
-    bias: str | None = None
-    eps: float = 0.0
-
-
-@dataclass(frozen=True)
-class Captured:
-    """A forward pass in two graphs, and what they are to be called with.
-
-    Attributes:
-        shared: Computes what the draws have in common, a tuple.
-        drawn: Computes the outputs (S · N, …) from these values, the parameters that it reads, S, N, and the arguments
-            of every site.
-        shared_arguments: Names of what `shared` takes: parameters, buffers, constants, and inputs (`input0`, …).
-        drawn_arguments: Names of what `drawn` takes after the shared values.
-        sites: In the order of the pass.
-        constants: Tensors of the model that are neither parameters nor buffers.
-        convolution_weights: Names of those that the CPU wants channels-last.
-        bytes_a_row: Of the largest drawn value, for one input and one draw.
-    """
-
-    shared: GraphModule
-    drawn: GraphModule
-    shared_arguments: tuple[str, ...]
-    drawn_arguments: tuple[str, ...]
-    sites: tuple[Site, ...]
-    constants: Mapping[str, Tensor]
-    convolution_weights: frozenset[str]
-    bytes_a_row: int
 
 
 def capture(
@@ -127,17 +48,37 @@ def capture(
     example = fill(rows(item, 0, _EXAMPLE_ROWS), _EXAMPLE_ROWS)
     with _CAPTURING, torch.no_grad(), warnings.catch_warnings():
         warnings.simplefilter("ignore")  # torch.export's, which are not about the model
-        return _Folding(_export(_Flat(twin, call, example, dropout), example), drawn, frozenset(conditioned)).fold()
+        sources = set(graph_module._loader.eval_cache)
+        exported = _export(Flat(twin, call, example, dropout), example)
+        try:
+            return Folding(exported, drawn, frozenset(conditioned)).fold()
+        finally:
+            _forget(exported, sources)
 
 
-class _Flat(nn.Module):
+def _forget(exported: ExportedProgram, sources: set[str]) -> None:
+    """Drops what torch would keep of every capture for ever, some 60 kB.
+
+    That is source code for tracebacks, and results of calls on fake tensors: these refer to each other through C++,
+    where the garbage collector cannot follow.
+    """
+    for name in set(graph_module._loader.eval_cache) - sources:
+        graph_module._loader.eval_cache.pop(name, None)
+    FakeTensorMode.cache_clear()
+    for node in exported.graph.nodes:
+        for size in getattr(node.meta.get("val"), "shape", ()):
+            if isinstance(size, torch.SymInt):
+                size.node.shape_env.fake_tensor_cache.clear()
+
+
+class Flat(nn.Module):
     """A call as a forward pass of the tensors in an item, each an argument of its own."""
 
     def __init__(self, twin: nn.Module, call: Call, item: Any, dropout: bool) -> None:
         super().__init__()
         self.output = Output(twin, call)
         self.item = [item]  # in a list: its tensors are no attributes of this module
-        self.sites = DropoutSites(twin, lambda _, name, call, x: _dropout_site(x, name, call)) if dropout else None
+        self.sites = DropoutSites(twin, mark_dropout) if dropout else None
 
     def forward(self, *tensors: Tensor) -> Tensor:
         if self.sites is not None:
@@ -148,7 +89,7 @@ class _Flat(nn.Module):
         return output
 
 
-def _export(flat: _Flat, example: Any) -> ExportedProgram:
+def _export(flat: Flat, example: Any) -> ExportedProgram:
     tensors, batch = tensors_in(example), Dim("batch")
     shapes = tuple({0: batch} if has_rows(tensor, _EXAMPLE_ROWS) else None for tensor in tensors)
     try:
@@ -156,6 +97,7 @@ def _export(flat: _Flat, example: Any) -> ExportedProgram:
         if any(map(_writes, exported.graph.nodes)):
             exported = exported.run_decompositions({})  # the same pass, with every write made a new value
     except Exception as error:
+        raise_if_interrupted(error)
         reason = (str(error).strip() or "?").splitlines()[0]
         raise CaptureError(f"{type(error).__name__}: {reason}") from error
     signature = exported.graph_signature
@@ -166,233 +108,3 @@ def _export(flat: _Flat, example: Any) -> ExportedProgram:
 
 def _writes(node: Node) -> bool:
     return bool(getattr(getattr(node.target, "_schema", None), "is_mutable", False))
-
-
-class _Folding:
-    """Builds the two graphs, node by node.
-
-    Args:
-        exported: The pass.
-        drawn_buffers: Layers by the ids of their buffers.
-        conditioned: Layers where inputs are counted in.
-    """
-
-    def __init__(self, exported: ExportedProgram, drawn_buffers: dict[int, str], conditioned: frozenset[str]) -> None:
-        self.exported = exported
-        self.drawn_buffers = drawn_buffers
-        self.conditioned = conditioned
-        self.names = self._name_arguments()
-        self.nodes = list(exported.graph.nodes)
-        self.symbol = self._find_symbol()
-        self.shared, self.drawn = Graph(), Graph()
-        self.placed: dict[Node, Node] = {}  # a node of the pass → its copy in one of the two graphs
-        self.dependent: set[Node] = set()  # what differs from draw to draw
-        self.passed: dict[Node, Node] = {}  # a shared node → the argument of `drawn` that holds its value
-        self.repeated: dict[Node, Node] = {}  # the same with rows for every draw
-        self.counts = [self.drawn.placeholder(name) for name in ("num_draws", "num_inputs")]
-        self.sites: list[Site] = []
-        self.site_arguments: list[Node] = []
-        self.bytes_a_row = 0
-
-    def fold(self) -> Captured:
-        for node in self.nodes:
-            if node.op == "placeholder":
-                self.placed[node] = self.shared.placeholder(node.name)
-            elif node.op == "call_function":
-                self._place(node)
-            elif node.op == "output":
-                ((output,),) = node.args
-                if output not in self.dependent:
-                    raise CaptureError("what it returns does not depend on the layers that are drawn")
-                self.drawn.output(self.placed[output])
-            else:
-                raise CaptureError(f"{_locate(node)}a part of it is no plain graph ({node.target})")
-        own = [node for node in self.passed if node in self.names]  # arguments that the drawn graph reads itself
-        boundary = [node for node in self.passed if node not in self.names]
-        self.shared.output(tuple(self.placed[node] for node in boundary))
-        self.shared.eliminate_dead_code()
-        used = [node for node in self.names if self.placed[node].users]
-        for node in self.names.keys() - used:
-            self.shared.erase_node(self.placed[node])
-        _put_first(self.drawn, [*(self.passed[node] for node in (*boundary, *own)), *self.counts, *self.site_arguments])
-        convolutions = [node for node in self.nodes if node.target in (aten.conv2d.default, aten.convolution.default)]
-        return Captured(
-            GraphModule({}, self.shared),
-            GraphModule({}, self.drawn),
-            tuple(self.names[node] for node in used),
-            tuple(self.names[node] for node in own),
-            tuple(self.sites),
-            self.exported.constants,
-            frozenset(self.names[node.args[1]] for node in convolutions if node.args[1] in self.names),
-            self.bytes_a_row,
-        )
-
-    def _name_arguments(self) -> dict[Node, str]:
-        """Returns for each placeholder the name of the tensor that it stands for, `input0`, … for inputs."""
-        signature = self.exported.graph_signature
-        prefix = "output.model."
-        names: dict[str, str] = {**signature.inputs_to_parameters, **signature.inputs_to_buffers}
-        names = {place: name.removeprefix(prefix) for place, name in names.items()}
-        names |= signature.inputs_to_lifted_tensor_constants
-        names |= {str(place): f"input{number}" for number, place in enumerate(signature.user_inputs)}
-        placeholders = [node for node in self.exported.graph.nodes if node.op == "placeholder"]
-        if faulty := [node.name for node in placeholders if node.name not in names]:
-            raise CaptureError(f"it takes {faulty[0]}, which is no tensor")
-        self.values = {
-            node: self.exported.constants.get(names[node.name], self.exported.state_dict.get(prefix + names[node.name]))
-            for node in placeholders
-        }
-        return {node: names[node.name] for node in placeholders}
-
-    def _find_symbol(self) -> Any:
-        """Returns the symbol of the batch size."""
-        sizes = (node.meta["val"].shape[0] for node in self.names if node.meta["val"].dim())
-        for size in sizes:
-            if isinstance(size, torch.SymInt):
-                return size.node.expr
-        raise CaptureError("its batch size is fixed")
-
-    def _place(self, node: Node) -> None:
-        name = getattr(node.target, "__name__", str(node.target))
-        if name.startswith(("_assert", "sym_constrain")) and not node.users:
-            return
-        if node.target in _DROPOUT and not node.args[2]:  # of a layer in eval mode
-            (source,) = node.all_input_nodes
-            self.placed[node] = self.placed[source]
-            if source in self.dependent:
-                self.dependent.add(node)
-            return
-        if torch.Tag.nondeterministic_seeded in getattr(node.target, "tags", ()):
-            raise CaptureError(f"{_locate(node)}it draws random numbers of its own")
-        if node.target is torch.ops.stochbn.dropout_site.default:
-            self._add_dropout(node)
-            return
-        if layer := self._drawn_layer(node):
-            self._add_batch_norm(node, layer)
-            return
-        # A view would ask for values that lie in memory as the model's own do; ours may lie channels-last.
-        target: Any = aten.reshape.default if node.target is aten.view.default else node.target
-        is_drawn = not self.dependent.isdisjoint(node.all_input_nodes)
-        if is_drawn:
-            self.dependent.add(node)
-            self._check_rows(node)
-        find, graph = (self._repeat, self.drawn) if is_drawn else (self.placed.__getitem__, self.shared)
-        args: Any = map_arg(node.args, find)
-        kwargs: Any = map_arg(node.kwargs, find)
-        if target is operator.getitem and args[0].target in _OURS:
-            self.placed[node] = args[0]  # of what torch returns beside the normalised values nothing is used
-            return
-        self.placed[node] = graph.call_function(target, args, dict(kwargs))
-
-    def _drawn_layer(self, node: Node) -> str | None:
-        """Returns the drawn layer that a node normalises for."""
-        values = [self.values.get(argument) for argument in node.all_input_nodes]
-        names = [self.drawn_buffers[id(value)] for value in values if id(value) in self.drawn_buffers]
-        if not names:
-            return None
-        if node.target not in _EPS or (node.target is aten.batch_norm.default and node.args[5]):
-            raise CaptureError(f"{_locate(node)}layer {names[0]!r} does not normalise by torch's batch_norm")
-        if any(argument is not None and argument not in self.names for argument in node.args[1:3]):
-            raise CaptureError(f"{_locate(node)}layer {names[0]!r} computes its weight or bias")
-        return names[0]
-
-    def _add_batch_norm(self, node: Node, layer: str) -> None:
-        target: Any = node.target
-        weight, bias = (self.names[argument] if isinstance(argument, Node) else None for argument in node.args[1:3])
-        is_conditioned = layer in self.conditioned
-        self._add_site(
-            node,
-            condition_rows if is_conditioned else apply_to_rows,
-            layer=layer,
-            arguments=("mean", "var", "share", "weight", "bias") if is_conditioned else ("scale", "shift"),
-            weight=weight,
-            bias=bias,
-            eps=node.args[_EPS[target]],
-        )
-
-    def _add_dropout(self, node: Node) -> None:
-        self._add_site(node, apply_to_rows, layer=node.args[1], dropout_call=node.args[2])
-
-    def _add_site(self, node: Node, function: Any, **about: Any) -> None:
-        x = node.args[0]
-        assert isinstance(x, Node)
-        self.dependent.add(node)
-        self._check_rows(x)
-        value = x.meta["val"]
-        site = Site(units=tuple(map(int, value.shape[1:])), dtype=value.dtype, **about)
-        given = [self.drawn.placeholder(f"{name}_{len(self.sites)}") for name in site.arguments]
-        options: dict[str, Any] = {"num_draws": self.counts[0], "is_drawn": x in self.dependent}
-        if function is condition_rows:
-            options |= {"num_inputs": self.counts[1], "eps": site.eps}
-        self.placed[node] = self.drawn.call_function(function, (self._pass(x), *given), options)
-        self.sites.append(site)
-        self.site_arguments += given
-
-    def _pass(self, node: Node) -> Node:
-        """Returns what a drawn node reads: a drawn value, or an argument that holds a shared one."""
-        if node in self.dependent:
-            return self.placed[node]
-        if node not in self.passed:
-            self.passed[node] = self.drawn.placeholder(node.name)
-        return self.passed[node]
-
-    def _repeat(self, node: Node) -> Node:
-        """The same, with rows for every draw if there are rows, and sizes of the batch for all of them together."""
-        value: Any = node.meta.get("val")
-        is_size = isinstance(value, torch.SymInt)
-        sizes = [value] if is_size else value.shape if isinstance(value, Tensor) else []
-        if node in self.dependent or not any(isinstance(size, torch.SymInt) for size in sizes):
-            return self._pass(node)
-        if is_size:
-            self._scale(node, value)
-        else:
-            self._check_rows(node)
-        if node not in self.repeated:
-            function = operator.mul if is_size else repeat_rows
-            self.repeated[node] = self.drawn.call_function(function, (self._pass(node), self.counts[0]))
-        return self.repeated[node]
-
-    def _scale(self, node: Node, size: torch.SymInt) -> int:
-        """Returns how many times the batch size a size is; no other would be right for S · N rows."""
-        factor = size.node.expr / self.symbol
-        if factor.free_symbols or not factor.is_Integer:
-            raise CaptureError(f"{_locate(node)}a size is no multiple of the batch size")
-        return int(factor)
-
-    def _check_rows(self, node: Node) -> None:
-        """Refuses a drawn value whose first axis is not the batch, or that has the batch elsewhere."""
-        values = node.meta.get("val")
-        for value in values if isinstance(values, (tuple, list)) else [values]:
-            if isinstance(value, Tensor):
-                elsewhere = any(isinstance(size, torch.SymInt) for size in value.shape[1:])
-                if not value.dim() or not isinstance(value.shape[0], torch.SymInt) or elsewhere:
-                    raise CaptureError(f"{_locate(node)}inputs are no longer rows, or are mixed")
-                factor = self._scale(node, value.shape[0])
-                self.bytes_a_row = max(self.bytes_a_row, factor * value.shape[1:].numel() * value.element_size())
-
-
-# BatchNorm in a captured pass, in the two forms that torch writes it, and where its ε stands.
-_EPS = {aten.batch_norm.default: 7, aten._native_batch_norm_legit_no_training.default: 6}
-_OURS = (apply_to_rows, condition_rows)
-_DROPOUT = {
-    getattr(aten, name).default for name in ("dropout", "alpha_dropout", "feature_dropout", "feature_alpha_dropout")
-}
-
-
-def _put_first(graph: Graph, placeholders: Sequence[Node]) -> None:
-    """Puts arguments in this order, in front of everything else."""
-    for node in reversed(placeholders):
-        first = next(iter(graph.nodes))
-        if node is not first:
-            first.prepend(node)
-
-
-def repeat_rows(x: Tensor, num_draws: int) -> Tensor:
-    """Gives every draw the rows of a shared value: (N, *) → (S · N, *)."""
-    return x.expand(num_draws, *x.shape).flatten(0, 1)
-
-
-def _locate(node: Node) -> str:
-    """Says where in the model's code a node stands, if that is known."""
-    lines = [line.strip() for line in (node.meta.get("stack_trace") or "").splitlines() if line.strip()]
-    return f"at `{lines[-1]}` " if lines else ""

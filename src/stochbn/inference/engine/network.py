@@ -12,26 +12,26 @@ import threading
 import warnings
 import weakref
 from collections.abc import Hashable, Iterator
-from typing import Any
+from typing import Any, NamedTuple
 from weakref import WeakKeyDictionary
 
 import torch
 from torch import Tensor, nn
-from torch.fx import GraphModule
 
 from stochbn.distributions.base import Distribution
-from stochbn.distributions.draws import Draws
 from stochbn.inference.engine.affine import fold
+from stochbn.inference.engine.code import Code, first_line
 from stochbn.inference.engine.dropout import dropout_key, dropout_map
-from stochbn.inference.engine.graph import Captured, CaptureError, Site, capture
-from stochbn.inference.engine.stacking import Drawn, Stacking
+from stochbn.inference.engine.folding import Captured, CaptureError, Site
+from stochbn.inference.engine.graph import capture
+from stochbn.inference.engine.sampling import Drawn, Sampler, Source, warn_of_dropout
+from stochbn.inference.engine.stacking import Stacking
 from stochbn.statistics.calls import Call, device_of
 from stochbn.statistics.items import copy_to, fill, map_leaves, num_examples, rows, tensors_in
 from stochbn.statistics.layers import buffer_names, dropout_layers
+from stochbn.statistics.restoring import raise_if_interrupted
 
 log = logging.getLogger("stochbn")
-
-Source = Distribution | Draws | None
 
 # A capture takes about as long as this many uses of a parameter, one for each parameter, draw and input; an input value
 # counts like so many parameters, which makes up for convolutions.
@@ -40,10 +40,16 @@ USES_A_VALUE = 64
 # The largest drawn value of a chunk is kept below this, which is about where the time a draw takes is lowest.
 CHUNK_BYTES = 2**24
 STACKED_ROWS = 64  # on a twin, where the size of values is not known ahead
-# Draws are made ahead, in blocks of at most so many numbers (32 MB in float64), and so are their maps.
-BLOCK_NUMBERS = 2**22
-FIRST_DRAWS = 64  # before it is known how many numbers a draw has
+KEPT_NUMBERS = 2**23  # of the maps that are kept for later calls (32 MB)
 MAX_GRAPHS = 16  # of a model; then the oldest goes
+
+
+class Prepared(NamedTuple):
+    """Two graphs and all that they take besides inputs, for some draws."""
+
+    captured: Captured
+    tensors: dict[str, Tensor]  # parameters, buffers and constants by name
+    maps: list[Tensor | None]  # of the sites
 
 
 class Network:
@@ -75,53 +81,56 @@ class Network:
         num_batches: int | None = None,
     ) -> None:
         self.model = model
-        self.call = call
-        self.source = source
-        self.seed = seed
         self.dropout = dropout
-        self.compiles = compiles
-        self.num_masks = num_masks
-        self.num_batches = num_batches
+        self.call = call
+        self._source = source
+        self._seed = seed
+        self._compiles = compiles
+        self._num_masks = num_masks
+        self._num_batches = num_batches
         self.device = device_of(model)
-        self.temperature = 1.0
-        self.compiled_rows = 0
-        self._block = (range(0), Drawn({}, {}, torch.arange(0)))  # the draws at hand
-        self._maps: dict[Hashable, list[Tensor | None]] = {}
-        self._tensors: dict[Hashable, dict[str, Tensor]] = {}
-        self._parameter_count = sum(parameter.numel() for parameter in model.parameters())
-        self.dropout_layers = dropout_layers(model) if dropout else {}
-        if isinstance(source, Draws):
-            self.num_draws = len(source)
-            self._load(range(self.num_draws))
-        else:
-            self.num_draws = num_samples if dropout or source is not None else 1
+        self._dropout_layers = dropout_layers(model) if dropout else {}
+        self._num_parameters = sum(parameter.numel() for parameter in model.parameters())
+        self.is_drawn = dropout or source is not None
+        num_samples = num_samples if self.is_drawn else 1
+        self._sampler = Sampler(model, source, num_samples=num_samples, seed=seed, num_masks=num_masks)
+        self.num_draws, self.temperature = self._sampler.num_draws, self._sampler.temperature
+        self._forget()
         if isinstance(source, Distribution):
-            self._load(range(min(FIRST_DRAWS, self.num_draws)))
             warn_of_dropout(source, dropout, stacklevel=5)
+
+    def _forget(self) -> None:
+        """Drops what can be made again."""
+        self._tensors: dict[Hashable, dict[str, Tensor]] = {}
+        self._maps: dict[Hashable, list[Tensor | None]] = {}
+        self._compiled_rows = 0
+
+    def __getstate__(self) -> dict[str, Any]:
+        state = copy.copy(vars(self))
+        state["_tensors"], state["_maps"] = {}, {}
+        return state
 
     def to(self, device: torch.device) -> "Network":
         """Returns the same with a copy of the model on another device."""
-        model = copy.deepcopy(self.model).to(device)
         return Network(
-            model,
+            copy.deepcopy(self.model).to(device),
             self.call,
-            self.source,
+            self._source,
             num_samples=self.num_draws,
-            seed=self.seed,
+            seed=self._seed,
             dropout=self.dropout,
-            compiles=self.compiles,
-            num_masks=self.num_masks,
-            num_batches=self.num_batches,
+            compiles=self._compiles,
+            num_masks=self._num_masks,
+            num_batches=self._num_batches,
         )
 
     def run(self, item: Any, chunk_size: int | None, first: int = 0, last: int | None = None) -> Iterator[Tensor]:
         """Yields outputs (s, N, …) of successive draws, from the first to before the last; without the temperature."""
-        last = self.num_draws if last is None else last
         if num_examples(item) == 0:
             raise ValueError("Expected at least one input, got an empty batch. Leave empty batches out.")
-        wants_gradient = torch.is_grad_enabled() and any(t.requires_grad for t in tensors_in(item))
         before = torch.is_grad_enabled()
-        chunks = self._run(item, chunk_size, first, last, wants_gradient)
+        wants_gradient = before and any(tensor.requires_grad for tensor in tensors_in(item))
+        chunks = self._run(item, chunk_size, first, self.num_draws if last is None else last, wants_gradient)
         while True:
             # The mode holds within the passes only. It is set back without a call of Python's, which Ctrl-C could end.
             try:
@@ -133,22 +142,36 @@ class Network:
                 return
             yield outputs
 
+    def prepare(self, item: Any) -> Prepared:
+        """Returns what a pass of all draws over such items consists of.
+
+        Raises:
+            CaptureError: It cannot be captured.
+        """
+        with torch.no_grad():
+            graph = self._find_graph(item)
+            if graph.captured is None:
+                raise CaptureError(graph.problem)
+            return Prepared(graph.captured, self._find_tensors(graph), self._find_maps(graph, 0, self.num_draws))
+
     def _run(self, item: Any, chunk_size: int | None, first: int, last: int, wants_gradient: bool) -> Iterator[Tensor]:
-        is_drawn = self.dropout or self.source is not None
         # Gradients take the other path, where they stop or go through as the model's author meant it.
-        if is_drawn and not wants_gradient:
-            captures = self.compiles or (chunk_size != 1 and self._is_worth_capturing(item, last - first))
+        if self.is_drawn and not wants_gradient:
+            captures = self._compiles or (chunk_size != 1 and self._is_worth_capturing(item, last - first))
             graph = self._find_graph(item) if captures else None
-            if graph is not None and self.compiles:
-                graph.check(type(self.model).__name__)
             if graph is not None and graph.captured is not None:
-                yield from self._run_graph(graph, item, chunk_size, first, last, compiles=self.compiles)
+                yield from self._run_graph(graph, item, chunk_size, first, last, compiles=self._compiles)
                 return
-        stacking = Stacking(self.model, self.call, self.seed if self.dropout else None)
+            if graph is not None and self._compiles:
+                raise RuntimeError(
+                    f"Expected {type(self.model).__name__} to compile, got a forward pass that cannot be captured: "
+                    f"{graph.problem}. Leave compile= off."
+                )
+        stacking = Stacking(self.model, self.call, self._seed if self.dropout else None)
         item = copy_to(item, self.device)
         while first < last:
             stop = min(first + (chunk_size or self._stack_size(item)), last)
-            draws = self._draws(first, stop)
+            draws = self._sampler.take(first, stop)
             if chunk_size == 1 or self.num_draws == 1:
                 yield stacking.run_one_by_one(draws, item)
             else:
@@ -156,112 +179,114 @@ class Network:
             first = stop
 
     def _is_worth_capturing(self, item: Any, num_draws: int) -> bool:
-        if self.num_batches is None:
+        if self._num_batches is None:
             return True
-        count = num_examples(item)
         values = sum(tensor.numel() for tensor in tensors_in(item))
-        uses = count * self._parameter_count + USES_A_VALUE * values
-        return self.num_batches * num_draws * uses > WORTH_CAPTURING
+        uses = num_examples(item) * self._num_parameters + USES_A_VALUE * values
+        return self._num_batches * num_draws * uses > WORTH_CAPTURING
 
     def _stack_size(self, item: Any) -> int:
         values = sum(tensor.numel() * tensor.element_size() for tensor in tensors_in(item))
-        return max(1, min(STACKED_ROWS // max(1, num_examples(item)), CHUNK_BYTES // max(1, USES_A_VALUE * values)))
+        return max(1, min(STACKED_ROWS // num_examples(item), CHUNK_BYTES // max(1, USES_A_VALUE * values)))
 
     def _stack_if_possible(self, stacking: Stacking, draws: Drawn, item: Any) -> Tensor:
-        if self.model not in _UNSTACKABLE:
-            try:
-                return stacking.run(draws, item)
-            except Exception as error:  # whatever it is, the loop below runs the model as its author meant it
-                problem = error
-            outputs = stacking.run_one_by_one(draws, item)
-            _UNSTACKABLE.add(self.model)
-            warnings.warn(
-                f"{type(self.model).__name__} cannot be vectorised over draws, so they are computed one by one "
-                f"({type(problem).__name__}: {_first_line(problem)}). chunk_size=1 says that this is meant.",
-                stacklevel=6,
-            )
-            return outputs
-        return stacking.run_one_by_one(draws, item)
+        if self.model in _UNSTACKABLE:
+            return stacking.run_one_by_one(draws, item)
+        try:
+            return stacking.run(draws, item)
+        except Exception as error:  # whatever it is, the loop below runs the model as its author meant it
+            raise_if_interrupted(error)
+            problem = error
+        outputs = stacking.run_one_by_one(draws, item)
+        _UNSTACKABLE.add(self.model)
+        warnings.warn(
+            f"{type(self.model).__name__} cannot be vectorised over draws, so they are computed one by one "
+            f"({type(problem).__name__}: {first_line(problem)}). chunk_size=1 says that this is meant.",
+            stacklevel=6,
+        )
+        return outputs
 
     def _run_graph(
         self, graph: "_Graph", item: Any, chunk_size: int | None, first: int, last: int, *, compiles: bool
     ) -> Iterator[Tensor]:
-        captured = graph.captured
+        captured, count = graph.captured, num_examples(item)
         assert captured is not None
-        count = num_examples(item)
         if compiles:  # for one shape, so that one code serves all batches
-            self.compiled_rows = max(self.compiled_rows, count)
-            item = fill(item, self.compiled_rows)
-        item = map_leaves(lambda leaf: leaf.to(self.device) if isinstance(leaf, Tensor) else leaf, item)
+            self._compiled_rows = max(self._compiled_rows, count)
+            item = fill(item, self._compiled_rows)
         num_inputs = num_examples(item)
         tensors = dict(self._find_tensors(graph))
-        tensors |= {f"input{number}": tensor for number, tensor in enumerate(tensors_in(item))}
+        tensors |= {f"input{number}": tensor.to(self.device) for number, tensor in enumerate(tensors_in(item))}
         size = chunk_size or max(1, CHUNK_BYTES // max(1, captured.bytes_a_row * num_inputs))
         size = math.ceil((last - first) / math.ceil((last - first) / size))  # equal chunks
         given = [tensors[name] for name in captured.shared_arguments]
-        run_shared = graph.compile(captured.shared, given) if compiles else captured.shared.forward
-        shared = run_shared(*given)
+        shared = (graph.code.get("shared", captured.shared, given) if compiles else captured.shared.forward)(*given)
         weights = [tensors[name] for name in captured.drawn_arguments]
         for start in range(first, last, size):
             stop = min(start + size, last)
             begin = max(first, stop - size) if compiles else start  # a last, smaller chunk: some draws again
-            arguments = [*shared, *weights, stop - begin, num_inputs, *self._find_maps(graph, begin, stop)]
-            run_drawn = graph.compile(captured.drawn, arguments) if compiles else captured.drawn.forward
-            outputs: Tensor = run_drawn(*arguments)
+            values = [*shared, *weights, stop - begin, num_inputs, *self._find_maps(graph, begin, stop)]
+            run = graph.code.get("drawn", captured.drawn, values) if compiles else captured.drawn.forward
+            outputs: Tensor = run(*values)
             yield outputs.unflatten(0, (stop - begin, -1))[start - begin :, :count]
 
     def _find_graph(self, item: Any) -> "_Graph":
         """Returns the graph of a pass over such items, captured when it is first asked for."""
-        layers = () if self.source is None else tuple(_layers(self._block[1]))
-        conditioned = tuple(self._block[1].shares)
-        tensors = tensors_in(item)
-        count = num_examples(item)
+        sampler, count = self._sampler, num_examples(item)
+        device = self.device.type
         key = (
             weakref.ref(self.call),
             _fingerprint(self.model),
-            layers,
-            conditioned,
-            self.dropout,
+            (sampler.layers, sampler.conditioned, self.dropout),
             repr(map_leaves(lambda leaf: ... if isinstance(leaf, Tensor) else leaf, item)),
-            tuple((t.shape[t.dim() > 0 and len(t) == count :], t.dim(), t.dtype) for t in tensors),
-            (torch.is_autocast_enabled(self.device.type), torch.get_autocast_dtype(self.device.type)),
+            tuple((t.shape[t.dim() > 0 and len(t) == count :], t.dim(), t.dtype) for t in tensors_in(item)),
+            (torch.is_autocast_enabled(device), torch.get_autocast_dtype(device)),
         )
         with _GRAPHS_LOCK:
             graphs = _GRAPHS.setdefault(self.model, {})
-            if key not in graphs:
-                graphs[key] = graph = _Graph()
-                try:
-                    graph.captured = capture(self.model, self.call, item, layers, conditioned, dropout=self.dropout)
-                    self._verify(graph, item)
-                except CaptureError as error:
-                    graph.captured, graph.problem = None, str(error)
-                    log.info("%s is not captured: %s", type(self.model).__name__, error)
-                except BaseException:
-                    del graphs[key]
-                    raise
+            graph = graphs.get(key)
+            if graph is None:
+                graph = self._capture(item)
+                graphs[key] = graph
                 if len(graphs) > MAX_GRAPHS:
                     del graphs[next(iter(graphs))]
-            return graphs[key]
+            return graph
 
-    def _verify(self, graph: "_Graph", item: Any) -> None:
-        """Compares two draws with the model itself, and finds out whether it bears convolutions channels-last."""
-        item = _distinct(rows(item, 0, 3), 3)
-        draws = self._draws(0, min(2, self.num_draws))
-        stacking = Stacking(self.model, self.call, self.seed if self.dropout else None)
+    def _capture(self, item: Any) -> "_Graph":
+        sampler, graph = self._sampler, _Graph()
+        try:
+            graph.captured = capture(
+                self.model, self.call, item, sampler.layers, sampler.conditioned, dropout=self.dropout
+            )
+            graph.is_reordered = self._bears_reordering(graph, _distinct(rows(item, 0, 3), 3))
+        except CaptureError as error:
+            graph.captured, graph.problem = None, str(error)
+            log.info("%s is not captured: %s", type(self.model).__name__, error)
+        return graph
+
+    def _bears_reordering(self, graph: "_Graph", item: Any) -> bool:
+        """Compares two draws with the model itself; returns whether they are the same channels-last.
+
+        Raises:
+            CaptureError: They are not the same in either layout.
+        """
+        draws = self._sampler.take(0, min(2, self.num_draws))
+        stacking = Stacking(self.model, self.call, self._seed if self.dropout else None)
         problem = "it gives other numbers as a graph"
         for graph.is_reordered in (True, False):
             try:
                 expected = stacking.run_one_by_one(draws, copy_to(item, self.device))
                 found = torch.cat(list(self._run_graph(graph, item, None, 0, len(draws.indices), compiles=False)))
             except Exception as error:
-                problem = f"{type(error).__name__}: {_first_line(error)}"
+                raise_if_interrupted(error)
+                problem = f"{type(error).__name__}: {first_line(error)}"
                 continue
             tolerance = torch.finfo(expected.dtype).eps ** 0.5
             largest = float(expected.nan_to_num(0, 0, 0).abs().max())
             if found.shape == expected.shape and torch.allclose(
                 found, expected, rtol=tolerance, atol=tolerance * largest, equal_nan=True
             ):
-                return
+                return graph.is_reordered
         raise CaptureError(problem)
 
     def _find_tensors(self, graph: "_Graph") -> dict[str, Tensor]:
@@ -285,17 +310,17 @@ class Network:
         maps = self._maps.get(key)
         if maps is None:
             assert graph.captured is not None
-            tensors, draws = self._find_tensors(graph), self._draws(start, stop)
+            tensors, draws = self._find_tensors(graph), self._sampler.take(start, stop)
             maps = [value for site in graph.captured.sites for value in self._make_maps(site, draws, tensors)]
             numbers = sum(value.numel() for value in maps if value is not None)
-            if numbers * len(self._maps) < BLOCK_NUMBERS:
+            if numbers * (len(self._maps) + 1) <= KEPT_NUMBERS:
                 self._maps[key] = maps
         return maps
 
     def _make_maps(self, site: Site, draws: Drawn, tensors: dict[str, Tensor]) -> list[Tensor | None]:
         if site.dropout_call:
-            key = dropout_key(self.seed, site.layer, site.dropout_call)
-            layer = self.dropout_layers[site.layer]
+            key = dropout_key(self._seed, site.layer, site.dropout_call)
+            layer = self._dropout_layers[site.layer]
             maps = dropout_map(layer, key, draws.indices, site.units, site.dtype)
             return [None if values is None else values.unsqueeze(1) for values in maps]
         mean, var = (draws.buffers[name] for name in buffer_names(site.layer))
@@ -305,75 +330,15 @@ class Network:
         space = (1,) * (len(site.units) - 1)
         return [values.view(len(values), 1, -1, *space) for values in fold(mean, var, weight, bias, site.eps)]
 
-    def _draws(self, start: int, stop: int) -> Drawn:
-        if self.source is None:
-            return Drawn({}, {}, self._indices(range(start, stop)))
-        draws, block = self._block
-        if not (start in draws and stop - 1 in draws):
-            numbers = sum(values[0].numel() for values in block.buffers.values())
-            ahead = max(stop - start, BLOCK_NUMBERS // numbers)
-            draws, block = self._load(range(start, min(start + ahead, self.num_draws)))
-        part = slice(start - draws[0], stop - draws[0])
-        buffers, shares = (
-            {name: values[part] for name, values in mapping.items()} for mapping in (block.buffers, block.shares)
-        )
-        return Drawn(buffers, shares, block.indices[part])
-
-    def _indices(self, draws: range) -> Tensor:
-        index = torch.arange(draws.start, draws.stop, device=self.device)
-        return index if self.num_masks is None else index % self.num_masks
-
-    def _load(self, draws: range) -> tuple[range, Drawn]:
-        if isinstance(self.source, Distribution):
-            made = _sample(self.source, len(draws), self.seed, draws[0])
-        else:
-            assert self.source is not None
-            made = self.source
-        self.temperature = made.temperature
-        made = made.match(self.model)
-        self._block = block = (draws, Drawn(dict(made.buffers), dict(made.shares), self._indices(draws)))
-        return block
-
 
 class _Graph:
-    """A captured pass, or why there is none; and its code."""
+    """A captured pass and its code, or why there is none."""
 
-    def __init__(self, captured: Captured | None = None, is_reordered: bool = False) -> None:
-        self.captured = captured
-        self.is_reordered = is_reordered  # whether it was found to give the same with convolutions channels-last
+    def __init__(self) -> None:
+        self.captured: Captured | None = None
+        self.is_reordered = False  # whether it is the same with convolutions channels-last
         self.problem = ""
-        self._codes: dict[Hashable, Any] = {}
-        self._lock = threading.Lock()
-
-    def check(self, name: str) -> None:
-        """Raises if there is nothing to compile."""
-        if self.captured is None:
-            raise RuntimeError(
-                f"Expected {name} to compile, got a forward pass that cannot be captured: {self.problem}. Leave "
-                "compile= off."
-            )
-
-    def compile(self, part: GraphModule, arguments: list[Any]) -> Any:
-        """Returns the code of one of the two graphs for arguments of such shapes, compiled when it is first needed."""
-        key = (
-            id(part),
-            *((a.shape, a.stride(), a.dtype) if isinstance(a, Tensor) else a for a in arguments),
-        )
-        with self._lock:
-            if key not in self._codes:
-                # A module of its own: torch.compile keeps only a few codes for one.
-                code = torch.compile(GraphModule(part, part.graph), dynamic=False)
-                try:
-                    code(*arguments)
-                except Exception as error:
-                    raise RuntimeError(
-                        f"Expected the pass to compile, got {type(error).__name__}: {_first_line(error)}. "
-                        "Leave compile= off; and see that there is a C++ compiler, which it needs."
-                    ) from error
-                self._codes[key] = code
-                if len(self._codes) > MAX_GRAPHS:
-                    del self._codes[next(iter(self._codes))]
-            return self._codes[key]
+        self.code = Code()
 
 
 _GRAPHS: "WeakKeyDictionary[nn.Module, dict[Hashable, _Graph]]" = WeakKeyDictionary()
@@ -381,19 +346,13 @@ _GRAPHS_LOCK = threading.RLock()
 _UNSTACKABLE: "weakref.WeakSet[nn.Module]" = weakref.WeakSet()
 
 
-def _layers(draws: Drawn) -> list[str]:
-    suffix = "running_mean"
-    return [name[: -len(suffix)].rstrip(".") for name in draws.buffers if name.endswith(suffix)]
-
-
 def _fingerprint(model: nn.Module) -> Hashable:
     """Returns what of a model is built into a graph, as far as can be seen: structure, and attributes of modules."""
-    plain = (bool, int, float, str, type(None))
     return repr(model), tuple(
         (key, id(value) if isinstance(value, Tensor) else value)
         for module in model.modules()
         for key, value in vars(module).items()
-        if isinstance(value, (*plain, Tensor)) and key != "training"
+        if isinstance(value, (bool, int, float, str, type(None), Tensor)) and key != "training"
     )
 
 
@@ -408,32 +367,3 @@ def _distinct(item: Any, count: int) -> Any:
         return leaf
 
     return map_leaves(change, fill(item, count))
-
-
-def _first_line(error: BaseException) -> str:
-    return (str(error).strip() or "?").splitlines()[0]
-
-
-def _sample(source: Distribution, count: int, seed: int, first: int) -> Draws:
-    """Draws networks, or returns the last ones of a fitted distribution if they are asked for again."""
-    asked = (count, seed, first)
-    last = _LAST.get(source)
-    if last is not None and last[0] == asked:
-        return last[1]
-    draws = source.sample(count, seed=seed, first=first)
-    _LAST[source] = (asked, draws)
-    return draws
-
-
-# One input after the other asks for the same networks again and again, and drawing them can take as long as a pass.
-_LAST: "WeakKeyDictionary[Distribution, tuple[tuple[int, int, int], Draws]]" = WeakKeyDictionary()
-
-
-def warn_of_dropout(source: Distribution, dropout: bool, stacklevel: int) -> None:
-    """Warns of statistics that were fitted under another rule."""
-    if source.dropout != dropout:
-        warnings.warn(
-            f"The statistics were fitted with dropout={source.dropout} and are used with dropout={dropout}; "
-            "fit them with the same.",
-            stacklevel=stacklevel,
-        )

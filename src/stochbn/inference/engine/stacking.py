@@ -1,6 +1,7 @@
 """Draws × batch → outputs for any model: all draws at once under `vmap`, or one by one, on a twin of the model."""
 
-from typing import Any, NamedTuple
+from functools import partial
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -10,23 +11,13 @@ from torch.utils._pytree import tree_flatten, tree_map, tree_unflatten
 
 from stochbn.inference.engine.affine import normalise_with
 from stochbn.inference.engine.dropout import DropoutSites, dropout_key, dropout_map
+from stochbn.inference.engine.sampling import Drawn
 from stochbn.statistics.calls import Call, Called
 from stochbn.statistics.items import copy_to, num_examples
 from stochbn.statistics.layers import buffer_names
-from stochbn.statistics.normalization import Answering, BatchNormCall
+from stochbn.statistics.normalization import BatchNormCall, call_answered
 from stochbn.statistics.restoring import keeping_tensors
 from stochbn.statistics.twin import make_twin
-
-
-class Drawn(NamedTuple):
-    """Some draws, each tensor with one row a draw.
-
-    Buffers by name; by layer, what part of its mini-batch an input is; and the draws' indices.
-    """
-
-    buffers: dict[str, Tensor]
-    shares: dict[str, Tensor]
-    indices: Tensor
 
 
 class Output(Called):
@@ -99,18 +90,15 @@ class Stacking:
             self._draw = draw.indices
             self._sites.begin()
         buffers = {f"model.{name}": values for name, values in draw.buffers.items()}
+        means = {id(values) for values in draw.buffers.values()}
         shares = {id(draw.buffers[buffer_names(name)[0]]): share for name, share in draw.shares.items()}
-        drawn = {id(values) for values in draw.buffers.values()}
 
         def answer(call: BatchNormCall) -> Tensor:
-            if id(call.running_mean) not in drawn or call.training:
+            if call.training or id(call.running_mean) not in means:
                 return F.batch_norm(*call)
             return normalise_with(call, shares.get(id(call.running_mean)), num_examples(item))
 
-        try:
-            with Answering(answer):
-                # Without tie_weights=False a layer that two parents share would get its drawn buffers back as its own.
-                output: Tensor = functional_call(self.output, buffers, (item,), tie_weights=False)
-            return output
-        finally:
-            drawn.clear()  # should an interrupt have left the context active, it does nothing
+        # Without tie_weights=False a layer that two parents share would get its drawn buffers back as its own.
+        run = partial(functional_call, self.output, buffers, (item,), tie_weights=False)
+        output: Tensor = call_answered(answer, run)
+        return output

@@ -1,0 +1,1 @@
+"""Draws × model × batch → the outputs of every draw."""
