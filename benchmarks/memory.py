@@ -43,7 +43,7 @@ def measure_here(network: str, num_rows: int, num_samples: int) -> dict[str, int
     gc.collect()
     before = _restart_peak()
     stochbn.predict(subject.model, subject.stats, x, num_samples=num_samples, keep_samples=False)
-    return {"before": before, "peak": _peak()}
+    return {"before": before, "peak": max(before, _peak())}  # the kernel counts a little late
 
 
 def _restart_peak() -> int:

@@ -93,15 +93,14 @@ class Average:
     def add(self, outputs: Tensor, weight: float = 1.0, temperature: float = 1.0) -> None:
         """Takes raw outputs of some draws, each of which counts by `weight`."""
         samples = apply_link(outputs, self.link, temperature, self.checks)
-        finite = samples.isfinite()
-        if self.checks and not finite.all():
-            draw, row = (int(i) for i in (~finite).nonzero()[0][:2])
+        self.moments = _merge(self.moments, samples, weight)
+        if self.checks and not self.moments.mean.isfinite().all():  # which is smaller than all samples
+            draw, row = (int(i) for i in (~samples.isfinite()).nonzero()[0][:2])
             raise ValueError(
                 f"Expected finite outputs, got NaN or Inf from draw {self.count + draw} for input {row} of its batch. "
                 "Check that input, and the model's own output on it."
             )
         self.count += len(samples)
-        self.moments = _merge(self.moments, samples, weight)
         if self.link != "identity":
             entropies = _entropy(samples.flatten(0, 1), self.link).unflatten(0, samples.shape[:2])
             self.entropies = _merge(self.entropies, entropies, weight)

@@ -32,7 +32,7 @@ def test_the_recipes_that_networks_are_trained_by_stay_as_they_are() -> None:
         "cifar5",
         5,
         3,
-        epochs=16,
+        epochs=30,
         batch_size=64,
         optimizer="sgd",
         learning_rate=0.1,

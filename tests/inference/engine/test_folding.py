@@ -33,7 +33,7 @@ def test_arguments_decide() -> None:
     captured = capture(Net(), call_on_inputs, torch.randn(5, 3), ["norm"], dropout=False)
     weight, bias = torch.randn(4, 3), torch.randn(4)
     x = torch.randn(2, 3)
-    (h,) = captured.shared(weight, bias, x)
+    (h,) = captured.shared(2, weight, bias, x)
     torch.testing.assert_close(h, (x @ weight.T + bias).relu())
     scale, shift = torch.randn(3, 1, 4), torch.randn(3, 1, 4)
     head = torch.eye(2, 4), torch.zeros(2)

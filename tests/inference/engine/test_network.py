@@ -353,7 +353,8 @@ def test_chunks_are_bounded_in_bytes(images: list[Tensor], monkeypatch: pytest.M
         Average, "add", lambda self, outputs, *args: (sizes.append(len(outputs)), add(self, outputs, *args))
     )
     a_draw = 4 * 6 * 64  # bytes of the largest activation
-    monkeypatch.setattr("stochbn.inference.engine.network.CHUNK_BYTES", 5 * a_draw)
+    for name, value in {"CHUNK_ROWS": 2, "CHUNK_BYTES": 5 * a_draw, "STACKED_BYTES": 5 * a_draw}.items():
+        monkeypatch.setattr(f"stochbn.inference.engine.network.{name}", value)
     again = stochbn.predict(model, stats, images[0][:1], num_samples=12)
     # Stacked, the largest activation is not known, and is guessed to be larger.
     assert sizes == ([4, 4, 4] if path == "captured" else [1] * 12)

@@ -19,7 +19,7 @@ from torch.export import ExportedProgram
 from torch.fx import Graph, GraphModule, Node
 from torch.fx.node import map_arg
 
-from stochbn.inference.engine.affine import apply_to_rows, condition_rows
+from stochbn.inference.engine.affine import add_to_rows, apply_to_rows, condition_rows, own_moments
 from stochbn.inference.engine.dropout import DROPOUT_SITE
 
 aten = torch.ops.aten
@@ -61,7 +61,7 @@ class Captured:
     """A forward pass in two graphs, and what they are to be called with.
 
     Attributes:
-        shared: Computes what the draws have in common, a tuple.
+        shared: Computes from N and the arguments what the draws have in common, a tuple.
         drawn: Computes the outputs (S · N, …) from these values, the parameters that it reads, S, N, and the arguments
             of every site.
         shared_arguments: Names of what `shared` takes: parameters, buffers, constants, and inputs (`input0`, …).
@@ -104,6 +104,8 @@ class Folding:
         self.passed: dict[Node, Node] = {}  # a shared node → the argument of `drawn` that holds its value
         self.repeated: dict[Node, Node] = {}  # the same with rows for every draw
         self.counts = [self.drawn.placeholder(name) for name in ("num_draws", "num_inputs")]
+        self.shared_count = self.shared.placeholder("num_inputs")
+        self.extra: list[Node] = []  # what the shared graph computes besides: own moments of inputs
         self.sites: list[Site] = []
         self.site_arguments: list[Node] = []
         self.bytes_a_row = 0
@@ -124,12 +126,14 @@ class Folding:
                 raise CaptureError(f"{_locate(node)}a part of it is no plain graph ({node.target})")
         own = [node for node in self.passed if node in self.names]  # arguments that the drawn graph reads itself
         boundary = [node for node in self.passed if node not in self.names]
-        self.shared.output(tuple(self.placed[node] for node in boundary))
+        self.shared.output((*(self.placed[node] for node in boundary), *self.extra))
         self.shared.eliminate_dead_code()
         used = [node for node in self.names if self.placed[node].users]
         for node in self.names.keys() - used:
             self.shared.erase_node(self.placed[node])
-        _put_first(self.drawn, [*(self.passed[node] for node in (*boundary, *own)), *self.counts, *self.site_arguments])
+        extra = [node for node in self.drawn.nodes if node.op == "placeholder" and node.name.startswith("own_")]
+        shared, weights = ([self.passed[node] for node in nodes] for nodes in (boundary, own))
+        _put_first(self.drawn, [*shared, *extra, *weights, *self.counts, *self.site_arguments])
         convolutions = [node for node in self.nodes if node.target in (aten.conv2d.default, aten.convolution.default)]
         return Captured(
             GraphModule({}, self.shared),
@@ -190,6 +194,10 @@ class Folding:
         if is_drawn:
             self.dependent.add(node)
             self._check_rows(node)
+            if self._add_shared(node):
+                return
+            if target is aten.relu.default and self._is_last_use(node.args[0]):
+                target = aten.relu_.default  # activations are what a drawn part spends its time on
         find, graph = (self._repeat, self.drawn) if is_drawn else (self.placed.__getitem__, self.shared)
         args: Any = map_arg(node.args, find)
         kwargs: Any = map_arg(node.kwargs, find)
@@ -197,6 +205,24 @@ class Folding:
             self.placed[node] = args[0]  # of what torch returns beside the normalised values nothing is used
             return
         self.placed[node] = graph.call_function(target, args, dict(kwargs))
+
+    def _is_last_use(self, argument: Any) -> bool:
+        """Returns whether a drawn value is new memory, no view, that only one node reads."""
+        fresh = (*_OURS, add_to_rows, aten.conv2d.default, aten.linear.default, aten.add.Tensor)
+        return argument in self.dependent and len(argument.users) == 1 and self.placed[argument].target in fresh
+
+    def _add_shared(self, node: Node) -> bool:
+        """Adds a shared value of the same shape, a shortcut, without repeating it; returns whether it is one."""
+        if node.target is not aten.add.Tensor or node.kwargs or len(node.args) != 2:
+            return False
+        pair: list[Any] = sorted(node.args, key=lambda argument: argument not in self.dependent)
+        drawn, shared = pair
+        shapes = [argument.meta["val"].shape for argument in (drawn, shared) if isinstance(argument, Node)]
+        if shared in self.dependent or len(shapes) < 2 or shapes[0] != shapes[1]:
+            return False
+        arguments = (self._pass(drawn), self._pass(shared))
+        self.placed[node] = self.drawn.call_function(add_to_rows, arguments, {"num_draws": self.counts[0]})
+        return True
 
     def _drawn_layer(self, node: Node) -> str | None:
         """Returns the drawn layer that a node normalises for."""
@@ -236,11 +262,27 @@ class Folding:
         site = Site(units=tuple(map(int, value.shape[1:])), dtype=value.dtype, **about)
         given = [self.drawn.placeholder(f"{name}_{len(self.sites)}") for name in site.arguments]
         options: dict[str, Any] = {"num_draws": self.counts[0], "is_drawn": x in self.dependent}
+        own: Sequence[Any] = []
         if function is condition_rows:
             options |= {"num_inputs": self.counts[1], "eps": site.eps}
-        self.placed[node] = self.drawn.call_function(function, (self._pass(x), *given), options)
+            own = self._add_own_moments(x)
+        self.placed[node] = self.drawn.call_function(function, (self._pass(x), *own, *given), options)
         self.sites.append(site)
         self.site_arguments += given
+
+    def _add_own_moments(self, x: Node) -> Sequence[Any]:
+        """Adds what a layer needs to know of each input's own values, once a batch if it can be; None for one value."""
+        value = x.meta["val"]
+        if value.dim() == 2 and self._scale(x, value.shape[0]) == 1:
+            return None, None
+        if x in self.dependent:
+            count = self.drawn.call_function(operator.mul, tuple(self.counts))
+            moments = self.drawn.call_function(own_moments, (self.placed[x], count))
+            return [self.drawn.call_function(operator.getitem, (moments, place)) for place in (0, 1)]
+        moments = self.shared.call_function(own_moments, (self.placed[x], self.shared_count))
+        found = [self.shared.call_function(operator.getitem, (moments, place)) for place in (0, 1)]
+        self.extra += found
+        return [self.drawn.placeholder(f"own_{len(self.extra) - 2 + place}") for place in (0, 1)]
 
     def _pass(self, node: Node) -> Node:
         """Returns what a drawn node reads: a drawn value, or an argument that holds a shared one."""

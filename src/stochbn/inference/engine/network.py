@@ -37,9 +37,11 @@ log = logging.getLogger("stochbn")
 # counts like so many parameters, which makes up for convolutions.
 WORTH_CAPTURING = 10**9
 USES_A_VALUE = 64
-# The largest drawn value of a chunk is kept below this, which is about where the time a draw takes is lowest.
-CHUNK_BYTES = 2**24
-STACKED_ROWS = 64  # on a twin, where the size of values is not known ahead
+# A chunk of draws has at least so many rows, so that weights are not read more often than they need be, and more while
+# its largest value stays in the cache.
+CHUNK_ROWS = 64
+CHUNK_BYTES = 2**21
+STACKED_BYTES = 2**25  # on a twin, where values are only guessed: each input value becomes USES_A_VALUE
 KEPT_NUMBERS = 2**23  # of the maps that are kept for later calls (32 MB)
 MAX_GRAPHS = 16  # of a model; then the oldest goes
 
@@ -187,7 +189,7 @@ class Network:
 
     def _stack_size(self, item: Any) -> int:
         values = sum(tensor.numel() * tensor.element_size() for tensor in tensors_in(item))
-        return max(1, min(STACKED_ROWS // num_examples(item), CHUNK_BYTES // max(1, USES_A_VALUE * values)))
+        return max(1, min(CHUNK_ROWS // num_examples(item), STACKED_BYTES // max(1, USES_A_VALUE * values)))
 
     def _stack_if_possible(self, stacking: Stacking, draws: Drawn, item: Any) -> Tensor:
         if self.model in _UNSTACKABLE:
@@ -217,9 +219,9 @@ class Network:
         num_inputs = num_examples(item)
         tensors = dict(self._find_tensors(graph))
         tensors |= {f"input{number}": tensor.to(self.device) for number, tensor in enumerate(tensors_in(item))}
-        size = chunk_size or max(1, CHUNK_BYTES // max(1, captured.bytes_a_row * num_inputs))
+        size = chunk_size or max(1, CHUNK_ROWS // num_inputs, CHUNK_BYTES // (captured.bytes_a_row * num_inputs))
         size = math.ceil((last - first) / math.ceil((last - first) / size))  # equal chunks
-        given = [tensors[name] for name in captured.shared_arguments]
+        given = [num_inputs, *(tensors[name] for name in captured.shared_arguments)]
         shared = (graph.code.get("shared", captured.shared, given) if compiles else captured.shared.forward)(*given)
         weights = [tensors[name] for name in captured.drawn_arguments]
         for start in range(first, last, size):
