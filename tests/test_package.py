@@ -20,7 +20,10 @@ ROOMS = {
     ],
     "distributions": ["seeds", "draws", "base", "factorized", "lowrank", "empirical", "files", "fit", "track"],
     "uncertainty": None,
-    "inference.engine": ["affine", "dropout", "sampling", "stacking", "folding", "graph", "code", "network"],
+    "inference.engine": [
+        *("affine", "dropout", "sampling", "stacking", "folding", "code", "graph", "identity", "verification"),
+        "network",
+    ],
     "inference": ["prediction", "adaptive", "predict", "export", "tune", "exact"],
     "experiments.data": ["sources", "publications", "embedded", "splits", "corruptions"],
     "experiments.training": ["networks", "recipes", "checkpoints", "train"],

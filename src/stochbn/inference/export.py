@@ -25,6 +25,7 @@ from stochbn.inference.engine.sampling import Source
 from stochbn.inference.predict import Predictor
 from stochbn.inference.prediction import Average, Link, Prediction
 from stochbn.statistics.calls import Call
+from stochbn.statistics.checks import check_whole
 from stochbn.statistics.items import fill, has_rows, num_examples, rows, tensors_in
 from stochbn.statistics.twin import make_twin
 
@@ -92,6 +93,7 @@ def export(
         raise ValueError(f"Expected a path that ends in .onnx or .pt2, got {str(target)!r}. Choose one of the two.")
     if not target.parent.is_dir():
         raise ValueError(f"Expected a folder that exists, got {str(target.parent)!r}. Make it first.")
+    check_whole("num_samples", num_samples, 1)
     write, run, needed = _KINDS[target.suffix]
     if missing := [name for name in needed if importlib.util.find_spec(name) is None]:
         raise ModuleNotFoundError(f"Expected {missing[0]} for {target.suffix} files. pip install 'stochbn[export]'.")
@@ -104,7 +106,7 @@ def export(
     except CaptureError as error:
         raise ValueError(
             f"Expected a model whose forward pass can be captured, got {type(networks[0].model).__name__}: {error}. "
-            "Change that line, or predict with stochbn.Predictor."
+            "Change what it says, or predict with stochbn.Predictor."
         ) from error
     with tempfile.TemporaryDirectory(dir=target.parent, prefix=f".{target.name}.") as folder:
         draft = Path(folder) / target.name
@@ -198,10 +200,14 @@ def _write_onnx(whole: _Whole, example: Any, about: dict[str, str], path: Path) 
     written.save(path, external_data=False)
 
 
+def _has_compiler() -> bool:
+    return bool(shutil.which("g++") or shutil.which("clang++"))
+
+
 def _write_pt2(whole: _Whole, example: Any, about: dict[str, str], path: Path) -> None:
     tensors, shapes = _example_of(example)
     program = torch.export.export(whole, tensors, dynamic_shapes=shapes, strict=False)
-    if shutil.which("g++") or shutil.which("clang++"):
+    if _has_compiler():
         torch._inductor.aoti_compile_and_package(
             program, package_path=str(path), inductor_configs={"aot_inductor.metadata": about}
         )
@@ -219,9 +225,9 @@ def _run_onnx(path: Path, inputs: list[Tensor]) -> list[Tensor]:
 
 def _run_pt2(path: Path, inputs: list[Tensor]) -> list[Tensor]:
     given = [tensor.detach() for tensor in inputs]
-    try:
+    if _has_compiler():
         found = torch._inductor.aoti_load_package(str(path))(*given)
-    except RuntimeError:  # a program, not code
+    else:
         found = torch.export.load(path).module()(*given)
     return [tensor.cpu() for tensor in found]
 

@@ -19,6 +19,7 @@ from stochbn.statistics.checks import check_whole
 from stochbn.statistics.mini_batches import check_loader, length
 from stochbn.statistics.progress import progress_bar
 from stochbn.statistics.restoring import KeepingModes
+from stochbn.statistics.twin import make_snapshot
 
 _BATCH = (Tensor, tuple, Mapping)  # what is one batch; anything else is iterated over
 
@@ -162,7 +163,7 @@ class Predictor:
     ) -> None:
         models, sources = _pair(model, stats)
         self._networks = _networks(
-            [_snapshot(unwrap(one)) for one in models],
+            [make_snapshot(unwrap(one)) for one in models],
             sources,
             call or call_on_inputs,
             num_samples=num_samples,
@@ -201,11 +202,6 @@ class Predictor:
         networks = self._networks
         names = ", ".join(type(network.model).__name__ for network in networks)
         return f"Predictor({names}, num_samples={sum(network.num_draws for network in networks)})"
-
-
-def _snapshot(model: nn.Module) -> nn.Module:
-    copied = copy.deepcopy(model)
-    return copied.eval().requires_grad_(False)
 
 
 def _predict(

@@ -1,7 +1,8 @@
 """What a pass may change of a model or of its thread, put back as it was."""
 
 import operator
-from collections.abc import Iterator
+import threading
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
@@ -77,3 +78,32 @@ def raise_if_interrupted(error: BaseException) -> None:
         if isinstance(cause, KeyboardInterrupt) and cause is not error:
             raise KeyboardInterrupt from error
         cause = cause.__context__
+
+
+def run_uninterrupted(function: Callable[[], None], device: str) -> None:
+    """Runs a function that Ctrl-C must not end halfway: in a thread of its own, since Python interrupts the main one.
+
+    The main thread can be interrupted while it waits; the function then ends by itself.
+
+    Args:
+        function: Uses none of the thread's modes but autocast.
+        device: Type of the device whose autocast it uses.
+    """
+    if threading.current_thread() is not threading.main_thread():
+        function()
+        return
+    autocast = torch.autocast(device, torch.get_autocast_dtype(device), torch.is_autocast_enabled(device))
+    errors: list[BaseException] = []
+
+    def run() -> None:
+        try:
+            with autocast, torch.no_grad():
+                function()
+        except BaseException as error:
+            errors.append(error)
+
+    thread = threading.Thread(target=run, daemon=True)
+    thread.start()
+    thread.join()
+    if errors:
+        raise errors[0]

@@ -41,6 +41,23 @@ def make_twin(model: nn.Module, *, dropout: bool = False) -> nn.Module:
     return twin
 
 
+def make_snapshot(model: nn.Module) -> nn.Module:
+    """Returns a twin with tensors of its own, which keeps its weights when the model is trained further."""
+    twin = make_twin(model)
+    copies: dict[int, Tensor] = {}
+    for module in twin.modules():
+        places: tuple[dict[str, Any], ...] = (module._parameters, module._buffers, module.__dict__)
+        for place in places:
+            for name, value in place.items():
+                if isinstance(value, Tensor):
+                    if id(value) not in copies:
+                        copied = value.detach().clone()
+                        is_parameter = isinstance(value, nn.Parameter)
+                        copies[id(value)] = nn.Parameter(copied, requires_grad=False) if is_parameter else copied
+                    place[name] = copies[id(value)]
+    return twin
+
+
 def reorder_convolutions(twin: nn.Module) -> bool:
     """Gives a twin's 2-d convolutions weights of their own, channels-last, in which the CPU computes fastest.
 

@@ -106,6 +106,7 @@ class Folding:
         self.counts = [self.drawn.placeholder(name) for name in ("num_draws", "num_inputs")]
         self.shared_count = self.shared.placeholder("num_inputs")
         self.extra: list[Node] = []  # what the shared graph computes besides: own moments of inputs
+        self.extra_arguments: list[Node] = []
         self.sites: list[Site] = []
         self.site_arguments: list[Node] = []
         self.bytes_a_row = 0
@@ -131,9 +132,9 @@ class Folding:
         used = [node for node in self.names if self.placed[node].users]
         for node in self.names.keys() - used:
             self.shared.erase_node(self.placed[node])
-        extra = [node for node in self.drawn.nodes if node.op == "placeholder" and node.name.startswith("own_")]
+        _write_over_activations(self.drawn)
         shared, weights = ([self.passed[node] for node in nodes] for nodes in (boundary, own))
-        _put_first(self.drawn, [*shared, *extra, *weights, *self.counts, *self.site_arguments])
+        _put_first(self.drawn, [*shared, *self.extra_arguments, *weights, *self.counts, *self.site_arguments])
         convolutions = [node for node in self.nodes if node.target in (aten.conv2d.default, aten.convolution.default)]
         return Captured(
             GraphModule({}, self.shared),
@@ -196,8 +197,6 @@ class Folding:
             self._check_rows(node)
             if self._add_shared(node):
                 return
-            if target is aten.relu.default and self._is_last_use(node.args[0]):
-                target = aten.relu_.default  # activations are what a drawn part spends its time on
         find, graph = (self._repeat, self.drawn) if is_drawn else (self.placed.__getitem__, self.shared)
         args: Any = map_arg(node.args, find)
         kwargs: Any = map_arg(node.kwargs, find)
@@ -206,18 +205,14 @@ class Folding:
             return
         self.placed[node] = graph.call_function(target, args, dict(kwargs))
 
-    def _is_last_use(self, argument: Any) -> bool:
-        """Returns whether a drawn value is new memory, no view, that only one node reads."""
-        fresh = (*_OURS, add_to_rows, aten.conv2d.default, aten.linear.default, aten.add.Tensor)
-        return argument in self.dependent and len(argument.users) == 1 and self.placed[argument].target in fresh
-
     def _add_shared(self, node: Node) -> bool:
         """Adds a shared value of the same shape, a shortcut, without repeating it; returns whether it is one."""
         if node.target is not aten.add.Tensor or node.kwargs or len(node.args) != 2:
             return False
         pair: list[Any] = sorted(node.args, key=lambda argument: argument not in self.dependent)
         drawn, shared = pair
-        shapes = [argument.meta["val"].shape for argument in (drawn, shared) if isinstance(argument, Node)]
+        values = [argument.meta.get("val") for argument in pair if isinstance(argument, Node)]
+        shapes = [value.shape for value in values if isinstance(value, Tensor)]
         if shared in self.dependent or len(shapes) < 2 or shapes[0] != shapes[1]:
             return False
         arguments = (self._pass(drawn), self._pass(shared))
@@ -281,8 +276,10 @@ class Folding:
             return [self.drawn.call_function(operator.getitem, (moments, place)) for place in (0, 1)]
         moments = self.shared.call_function(own_moments, (self.placed[x], self.shared_count))
         found = [self.shared.call_function(operator.getitem, (moments, place)) for place in (0, 1)]
+        given = [self.drawn.placeholder(f"own_{len(self.extra) + place}") for place in (0, 1)]
         self.extra += found
-        return [self.drawn.placeholder(f"own_{len(self.extra) - 2 + place}") for place in (0, 1)]
+        self.extra_arguments += given
+        return given
 
     def _pass(self, node: Node) -> Node:
         """Returns what a drawn node reads: a drawn value, or an argument that holds a shared one."""
@@ -333,6 +330,19 @@ _OURS = (apply_to_rows, condition_rows)
 _DROPOUT = {
     getattr(aten, name).default for name in ("dropout", "alpha_dropout", "feature_dropout", "feature_alpha_dropout")
 }
+
+
+# What returns new memory, never a view.
+_FRESH = (*_OURS, add_to_rows, aten.conv2d.default, aten.linear.default, aten.add.Tensor)
+
+
+def _write_over_activations(graph: Graph) -> None:
+    """Has ReLU write over what nothing else reads: activations are what a drawn part spends its time on."""
+    for node in graph.nodes:
+        if node.target is aten.relu.default:
+            (x,) = node.args
+            if x.target in _FRESH and len(x.users) == 1:
+                node.target = aten.relu_.default
 
 
 def _put_first(graph: Graph, placeholders: Sequence[Node]) -> None:

@@ -1,6 +1,5 @@
 """A model → a graph of its forward pass, captured once by `torch.export`, in eval mode and for any batch size."""
 
-import threading
 import warnings
 from collections.abc import Iterable
 from typing import Any
@@ -11,6 +10,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.export import Dim, ExportedProgram
 from torch.fx import Node, graph_module
 
+from stochbn.inference.engine.code import TRACING, first_line
 from stochbn.inference.engine.dropout import DropoutSites, mark_dropout
 from stochbn.inference.engine.folding import Captured, CaptureError, Folding
 from stochbn.inference.engine.stacking import Output
@@ -20,8 +20,8 @@ from stochbn.statistics.layers import all_batch_norms
 from stochbn.statistics.restoring import raise_if_interrupted
 from stochbn.statistics.twin import make_twin
 
-_CAPTURING = threading.Lock()  # torch.export keeps its state in globals
-_EXAMPLE_ROWS = 4  # sizes of 0 and 1 would become constants of the graph
+# 0 and 1 would become constants of the graph, and a common number could be mistaken for another size.
+_EXAMPLE_ROWS = 23
 
 
 def capture(
@@ -46,12 +46,16 @@ def capture(
     norms = all_batch_norms(twin) if (names := list(layers)) else {}
     drawn = {id(buffer): name for name in names for buffer in norms[name]._buffers.values()}
     example = fill(rows(item, 0, _EXAMPLE_ROWS), _EXAMPLE_ROWS)
-    with _CAPTURING, torch.no_grad(), warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # torch.export's, which are not about the model
+    with TRACING, torch.no_grad():
         sources = set(graph_module._loader.eval_cache)
         exported = _export(Flat(twin, call, example, dropout), example)
         try:
             return Folding(exported, drawn, frozenset(conditioned)).fold()
+        except CaptureError:
+            raise
+        except Exception as error:
+            raise_if_interrupted(error)
+            raise CaptureError(f"{type(error).__name__}: {first_line(error)}") from error
         finally:
             _forget(exported, sources)
 
@@ -95,11 +99,12 @@ def _export(flat: Flat, example: Any) -> ExportedProgram:
     try:
         exported = torch.export.export(flat, tuple(tensors), dynamic_shapes=(shapes,), strict=False)
         if any(map(_writes, exported.graph.nodes)):
-            exported = exported.run_decompositions({})  # the same pass, with every write made a new value
+            with warnings.catch_warnings():
+                warnings.simplefilter("ignore", FutureWarning)  # of torch to itself
+                exported = exported.run_decompositions({})  # the same pass, with every write made a new value
     except Exception as error:
         raise_if_interrupted(error)
-        reason = (str(error).strip() or "?").splitlines()[0]
-        raise CaptureError(f"{type(error).__name__}: {reason}") from error
+        raise CaptureError(f"{type(error).__name__}: {first_line(error)}") from error
     signature = exported.graph_signature
     if signature.buffers_to_mutate or signature.user_inputs_to_mutate or any(map(_writes, exported.graph.nodes)):
         raise CaptureError("it writes into its inputs or buffers")

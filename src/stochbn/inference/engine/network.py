@@ -11,7 +11,9 @@ import math
 import threading
 import warnings
 import weakref
+from collections import OrderedDict
 from collections.abc import Hashable, Iterator
+from functools import partial
 from typing import Any, NamedTuple
 from weakref import WeakKeyDictionary
 
@@ -24,12 +26,14 @@ from stochbn.inference.engine.code import Code, first_line
 from stochbn.inference.engine.dropout import dropout_key, dropout_map
 from stochbn.inference.engine.folding import Captured, CaptureError, Site
 from stochbn.inference.engine.graph import capture
+from stochbn.inference.engine.identity import identify_call, identify_item, identify_model
 from stochbn.inference.engine.sampling import Drawn, Sampler, Source, warn_of_dropout
 from stochbn.inference.engine.stacking import Stacking
+from stochbn.inference.engine.verification import verify
 from stochbn.statistics.calls import Call, device_of
-from stochbn.statistics.items import copy_to, fill, map_leaves, num_examples, rows, tensors_in
+from stochbn.statistics.items import copy_to, fill, num_examples, tensors_in
 from stochbn.statistics.layers import buffer_names, dropout_layers
-from stochbn.statistics.restoring import raise_if_interrupted
+from stochbn.statistics.restoring import raise_if_interrupted, run_uninterrupted
 
 log = logging.getLogger("stochbn")
 
@@ -97,20 +101,17 @@ class Network:
         num_samples = num_samples if self.is_drawn else 1
         self._sampler = Sampler(model, source, num_samples=num_samples, seed=seed, num_masks=num_masks)
         self.num_draws, self.temperature = self._sampler.num_draws, self._sampler.temperature
-        self._forget()
+        # What is made when it is first needed, of a model that does not change while this object is used.
+        self._identity: Hashable = None
+        self._tensors: dict[Hashable, dict[str, Tensor]] = {}
+        self._maps: dict[Hashable, list[Tensor | None]] = {}
+        self._num_kept = 0  # numbers in these
+        self._compiled_rows = 0
         if isinstance(source, Distribution):
             warn_of_dropout(source, dropout, stacklevel=5)
 
-    def _forget(self) -> None:
-        """Drops what can be made again."""
-        self._tensors: dict[Hashable, dict[str, Tensor]] = {}
-        self._maps: dict[Hashable, list[Tensor | None]] = {}
-        self._compiled_rows = 0
-
     def __getstate__(self) -> dict[str, Any]:
-        state = copy.copy(vars(self))
-        state["_tensors"], state["_maps"] = {}, {}
-        return state
+        return vars(self) | {"_identity": None, "_tensors": {}, "_maps": {}, "_num_kept": 0}
 
     def to(self, device: torch.device) -> "Network":
         """Returns the same with a copy of the model on another device."""
@@ -154,7 +155,8 @@ class Network:
             graph = self._find_graph(item)
             if graph.captured is None:
                 raise CaptureError(graph.problem)
-            return Prepared(graph.captured, self._find_tensors(graph), self._find_maps(graph, 0, self.num_draws))
+            tensors = self._model_tensors(graph)
+            return Prepared(graph.captured, tensors, self._find_maps(graph, 0, self.num_draws, tensors))
 
     def _run(self, item: Any, chunk_size: int | None, first: int, last: int, wants_gradient: bool) -> Iterator[Tensor]:
         # Gradients take the other path, where they stop or go through as the model's author meant it.
@@ -216,9 +218,7 @@ class Network:
         if compiles:  # for one shape, so that one code serves all batches
             self._compiled_rows = max(self._compiled_rows, count)
             item = fill(item, self._compiled_rows)
-        num_inputs = num_examples(item)
-        tensors = dict(self._find_tensors(graph))
-        tensors |= {f"input{number}": tensor.to(self.device) for number, tensor in enumerate(tensors_in(item))}
+        num_inputs, tensors = num_examples(item), self._tensors_of(graph, item)
         size = chunk_size or max(1, CHUNK_ROWS // num_inputs, CHUNK_BYTES // (captured.bytes_a_row * num_inputs))
         size = math.ceil((last - first) / math.ceil((last - first) / size))  # equal chunks
         given = [num_inputs, *(tensors[name] for name in captured.shared_arguments)]
@@ -227,99 +227,111 @@ class Network:
         for start in range(first, last, size):
             stop = min(start + size, last)
             begin = max(first, stop - size) if compiles else start  # a last, smaller chunk: some draws again
-            values = [*shared, *weights, stop - begin, num_inputs, *self._find_maps(graph, begin, stop)]
+            values = [*shared, *weights, stop - begin, num_inputs, *self._find_maps(graph, begin, stop, tensors)]
             run = graph.code.get("drawn", captured.drawn, values) if compiles else captured.drawn.forward
             outputs: Tensor = run(*values)
             yield outputs.unflatten(0, (stop - begin, -1))[start - begin :, :count]
 
     def _find_graph(self, item: Any) -> "_Graph":
         """Returns the graph of a pass over such items, captured when it is first asked for."""
-        sampler, count = self._sampler, num_examples(item)
-        device = self.device.type
-        key = (
-            weakref.ref(self.call),
-            _fingerprint(self.model),
-            (sampler.layers, sampler.conditioned, self.dropout),
-            repr(map_leaves(lambda leaf: ... if isinstance(leaf, Tensor) else leaf, item)),
-            tuple((t.shape[t.dim() > 0 and len(t) == count :], t.dim(), t.dtype) for t in tensors_in(item)),
-            (torch.is_autocast_enabled(device), torch.get_autocast_dtype(device)),
-        )
-        with _GRAPHS_LOCK:
-            graphs = _GRAPHS.setdefault(self.model, {})
-            graph = graphs.get(key)
-            if graph is None:
-                graph = self._capture(item)
-                graphs[key] = graph
-                if len(graphs) > MAX_GRAPHS:
-                    del graphs[next(iter(graphs))]
-            return graph
-
-    def _capture(self, item: Any) -> "_Graph":
-        sampler, graph = self._sampler, _Graph()
+        if getattr(_STATE, "is_capturing", False):  # a forward pass that predicts in turn: torch.export is busy
+            return _Graph("it is called within a capture")
         try:
-            graph.captured = capture(
-                self.model, self.call, item, sampler.layers, sampler.conditioned, dropout=self.dropout
-            )
-            graph.is_reordered = self._bears_reordering(graph, _distinct(rows(item, 0, 3), 3))
+            if self._identity is None:
+                self._identity = identify_model(self.model), identify_call(self.call, self.model)
+            form = identify_item(item)
         except CaptureError as error:
-            graph.captured, graph.problem = None, str(error)
-            log.info("%s is not captured: %s", type(self.model).__name__, error)
+            return _Graph(str(error))
+        sampler, device = self._sampler, self.device.type
+        autocast = torch.is_autocast_enabled(device), torch.get_autocast_dtype(device)
+        key = (self._identity, form, (sampler.layers, sampler.conditioned, self.dropout), autocast)
+        with _GRAPHS_LOCK:  # for a moment: a capture must not keep others waiting
+            graphs = _GRAPHS.setdefault(self.model, OrderedDict())
+            graph = graphs.setdefault(key, _Graph())
+            graphs.move_to_end(key)
+            if len(graphs) > MAX_GRAPHS:
+                graphs.popitem(last=False)
+        with graph.lock:
+            if not graph.is_done:
+                run_uninterrupted(partial(self._capture, graph, item), device)
         return graph
 
-    def _bears_reordering(self, graph: "_Graph", item: Any) -> bool:
-        """Compares two draws with the model itself; returns whether they are the same channels-last.
+    def _capture(self, graph: "_Graph", item: Any) -> None:
+        _STATE.is_capturing = True
+        try:
+            self._capture_and_verify(graph, item)
+        finally:
+            _STATE.is_capturing = False
 
-        Raises:
-            CaptureError: They are not the same in either layout.
-        """
-        draws = self._sampler.take(0, min(2, self.num_draws))
+    def _capture_and_verify(self, graph: "_Graph", item: Any) -> None:
+        sampler, problem = self._sampler, ""
         stacking = Stacking(self.model, self.call, self._seed if self.dropout else None)
-        problem = "it gives other numbers as a graph"
-        for graph.is_reordered in (True, False):
-            try:
-                expected = stacking.run_one_by_one(draws, copy_to(item, self.device))
-                found = torch.cat(list(self._run_graph(graph, item, None, 0, len(draws.indices), compiles=False)))
-            except Exception as error:
-                raise_if_interrupted(error)
-                problem = f"{type(error).__name__}: {first_line(error)}"
-                continue
-            tolerance = torch.finfo(expected.dtype).eps ** 0.5
-            largest = float(expected.nan_to_num(0, 0, 0).abs().max())
-            if found.shape == expected.shape and torch.allclose(
-                found, expected, rtol=tolerance, atol=tolerance * largest, equal_nan=True
-            ):
-                return graph.is_reordered
-        raise CaptureError(problem)
+        try:
+            captured = capture(self.model, self.call, item, sampler.layers, sampler.conditioned, dropout=self.dropout)
+            for graph.is_reordered in (True, False):
+                try:
+                    graph.captured = captured
+                    verify(partial(self._pass, graph), stacking.run_one_by_one, item, sampler.take(0, 1))
+                    break
+                except Exception as error:
+                    raise_if_interrupted(error)
+                    graph.captured = None
+                    problem = str(error) if isinstance(error, CaptureError) else f"{type(error).__name__}: {error}"
+        except CaptureError as error:
+            problem = str(error)
+        if graph.captured is None:
+            graph.problem = problem.strip().splitlines()[0]
+            log.info("%s is not captured: %s", type(self.model).__name__, graph.problem)
+        graph.is_done = True
 
-    def _find_tensors(self, graph: "_Graph") -> dict[str, Tensor]:
-        """Returns the model's tensors by name as they are now; those of convolutions channels-last."""
-        assert graph.captured is not None
-        key = (graph, graph.is_reordered)
+    def _pass(self, graph: "_Graph", draws: Drawn, item: Any) -> Tensor:
+        """Runs some draws at once: (S, N, …)."""
+        captured = graph.captured
+        assert captured is not None
+        tensors, count = self._tensors_of(graph, item), num_examples(item)
+        shared = captured.shared.forward(count, *(tensors[name] for name in captured.shared_arguments))
+        weights = [tensors[name] for name in captured.drawn_arguments]
+        maps = self._make_maps(captured, draws, tensors)
+        outputs = captured.drawn.forward(*shared, *weights, len(draws.indices), count, *maps)
+        stacked: Tensor = outputs.unflatten(0, (len(draws.indices), -1))
+        return stacked
+
+    def _tensors_of(self, graph: "_Graph", item: Any) -> dict[str, Tensor]:
+        """Returns the arguments of a graph by name: the model's tensors, and those of an item."""
+        inputs = {f"input{number}": tensor.to(self.device) for number, tensor in enumerate(tensors_in(item))}
+        return self._model_tensors(graph) | inputs
+
+    def _model_tensors(self, graph: "_Graph") -> dict[str, Tensor]:
+        """Returns the model's tensors as they are now; weights of convolutions channels-last, if they may be."""
+        captured = graph.captured
+        assert captured is not None
+        key = captured.convolution_weights if graph.is_reordered and self.device.type == "cpu" else None
         if key not in self._tensors:
             tensors: dict[str, Tensor] = dict(self.model.named_parameters(remove_duplicate=False))
             tensors |= dict(self.model.named_buffers(remove_duplicate=False))
-            tensors = {name: tensor.detach() for name, tensor in tensors.items()} | dict(graph.captured.constants)
-            if graph.is_reordered and self.device.type == "cpu":
-                for name in graph.captured.convolution_weights & tensors.keys():
-                    if tensors[name].dim() == 4:
-                        tensors[name] = tensors[name].to(memory_format=torch.channels_last)
+            tensors = {name: tensor.detach() for name, tensor in tensors.items()}
+            for name in (key or frozenset()) & tensors.keys():
+                if tensors[name].dim() == 4:
+                    tensors[name] = tensors[name].to(memory_format=torch.channels_last)
             self._tensors[key] = tensors
-        return self._tensors[key]
+        return {**self._tensors[key], **captured.constants}
 
-    def _find_maps(self, graph: "_Graph", start: int, stop: int) -> list[Tensor | None]:
-        """Returns what the sites of a graph are handed for some draws."""
-        key = (graph, start, stop)
-        maps = self._maps.get(key)
+    def _find_maps(self, graph: "_Graph", start: int, stop: int, tensors: dict[str, Tensor]) -> list[Tensor | None]:
+        """Returns what the sites of a graph are handed for some draws; small ones are kept for later calls."""
+        maps = self._maps.get((graph, start, stop))
         if maps is None:
             assert graph.captured is not None
-            tensors, draws = self._find_tensors(graph), self._sampler.take(start, stop)
-            maps = [value for site in graph.captured.sites for value in self._make_maps(site, draws, tensors)]
+            maps = self._make_maps(graph.captured, self._sampler.take(start, stop), tensors)
             numbers = sum(value.numel() for value in maps if value is not None)
-            if numbers * (len(self._maps) + 1) <= KEPT_NUMBERS:
-                self._maps[key] = maps
+            if self._num_kept + numbers <= KEPT_NUMBERS:
+                self._num_kept += numbers
+                self._maps[graph, start, stop] = maps
         return maps
 
-    def _make_maps(self, site: Site, draws: Drawn, tensors: dict[str, Tensor]) -> list[Tensor | None]:
+    def _make_maps(self, captured: Captured, draws: Drawn, tensors: dict[str, Tensor]) -> list[Tensor | None]:
+        return [values for site in captured.sites for values in self._make_site_maps(site, draws, tensors)]
+
+    def _make_site_maps(self, site: Site, draws: Drawn, tensors: dict[str, Tensor]) -> list[Tensor | None]:
         if site.dropout_call:
             key = dropout_key(self._seed, site.layer, site.dropout_call)
             layer = self._dropout_layers[site.layer]
@@ -336,36 +348,16 @@ class Network:
 class _Graph:
     """A captured pass and its code, or why there is none."""
 
-    def __init__(self) -> None:
+    def __init__(self, problem: str = "") -> None:
         self.captured: Captured | None = None
-        self.is_reordered = False  # whether it is the same with convolutions channels-last
-        self.problem = ""
+        self.is_reordered = False  # whether convolutions may be channels-last: then it is the same
+        self.problem = problem
+        self.is_done = bool(problem)
         self.code = Code()
+        self.lock = threading.Lock()
 
 
-_GRAPHS: "WeakKeyDictionary[nn.Module, dict[Hashable, _Graph]]" = WeakKeyDictionary()
-_GRAPHS_LOCK = threading.RLock()
+_GRAPHS: "WeakKeyDictionary[nn.Module, OrderedDict[Hashable, _Graph]]" = WeakKeyDictionary()
+_GRAPHS_LOCK = threading.Lock()
+_STATE = threading.local()
 _UNSTACKABLE: "weakref.WeakSet[nn.Module]" = weakref.WeakSet()
-
-
-def _fingerprint(model: nn.Module) -> Hashable:
-    """Returns what of a model is built into a graph, as far as can be seen: structure, and attributes of modules."""
-    return repr(model), tuple(
-        (key, id(value) if isinstance(value, Tensor) else value)
-        for module in model.modules()
-        for key, value in vars(module).items()
-        if isinstance(value, (bool, int, float, str, type(None), Tensor)) and key != "training"
-    )
-
-
-def _distinct(item: Any, count: int) -> Any:
-    """Repeats an item's examples until there are `count`, and changes the numbers in those that were added."""
-    own = num_examples(item)
-    factors = torch.tensor([1 - 0.25 * max(0, row - own + 1) for row in range(count)])
-
-    def change(leaf: Any) -> Any:
-        if isinstance(leaf, Tensor) and leaf.is_floating_point() and leaf.dim() and len(leaf) == count:
-            return leaf * factors.to(leaf).view(-1, *(1 for _ in leaf.shape[1:]))
-        return leaf
-
-    return map_leaves(change, fill(item, count))
