@@ -18,7 +18,20 @@ from tqdm import tqdm
 import stochbn
 from stochbn.cli.console import console, say
 from stochbn.cli.loading import load_data, load_model
-from stochbn.cli.options import Data, Device, Dropout, Factory, InputsAtOnce, Samples, StatsOut, Threads, Weights
+from stochbn.cli.options import (
+    Data,
+    Device,
+    Dropout,
+    Factory,
+    InputsAtOnce,
+    LinkName,
+    Samples,
+    Seed,
+    Stats,
+    StatsOut,
+    Threads,
+    Weights,
+)
 from stochbn.distributions.files import write_atomically
 
 
@@ -120,12 +133,10 @@ def predict(
     checkpoint: Weights,
     data: Data,
     out: Annotated[Path, typer.Option(help="File to write: .csv, or .npz.")],
-    stats: Annotated[Path | None, typer.Option(help="What fit or tune wrote; without it there is no SBN.")] = None,
+    stats: Stats = None,
     samples: Samples = 50,
-    link: Annotated[
-        str, typer.Option(help="softmax for classes, sigmoid for labels, identity for regression.")
-    ] = "softmax",
-    seed: Annotated[int, typer.Option(metavar="N", help="Determines the draws.")] = 0,
+    link: LinkName = "softmax",
+    seed: Seed = 0,
     batch_size: InputsAtOnce = 128,
     dropout: Dropout = False,
     device: Device = "cpu",
@@ -147,9 +158,7 @@ def predict(
         raise ValueError(f"Expected --out to end in .csv or .npz, got {out}.")
     _prepare_out(out, checkpoint, data, stats)
     model = load_model(factory, checkpoint, device)
-    if stats is None:
-        say("No statistics were given: this is without SBN.")
-    distribution = None if stats is None else stochbn.load(stats)
+    distribution = _load_stats(stats)
     loader = load_data(data, model, batch_size)
     if isinstance(loader.sampler, RandomSampler):
         warnings.warn("The DataLoader shuffles: rows follow its order, not that of the data.", stacklevel=2)
@@ -167,6 +176,13 @@ def _prepare_out(out: Path, *inputs: Path | str | None) -> None:
     if any(path and Path(path).resolve() == out.resolve() for path in inputs):
         raise ValueError(f"Expected --out to be a file of its own, got an input: {out}.")
     out.parent.mkdir(parents=True, exist_ok=True)
+
+
+def _load_stats(path: Path | None) -> stochbn.Distribution | None:
+    if path is None:
+        say("No statistics were given: this is without SBN.")
+        return None
+    return stochbn.load(path)
 
 
 def _collect(loader: "DataLoader[Any]", labels: list[Tensor]) -> Iterator[Any]:
