@@ -194,7 +194,11 @@ def _example_of(example: Any) -> tuple[tuple[Tensor, ...], Any]:
 
 def _write_onnx(whole: _Whole, example: Any, about: dict[str, str], path: Path) -> None:
     tensors, shapes = _example_of(example)
-    options: dict[str, Any] = {"input_names": name_inputs(example), "output_names": OUTPUTS[whole.link], "verbose": False}
+    options: dict[str, Any] = {
+        "input_names": name_inputs(example),
+        "output_names": OUTPUTS[whole.link],
+        "verbose": False,
+    }
     logger = logging.getLogger("torch.onnx")
     level = logger.level
     logger.setLevel(logging.ERROR)  # it warns of operators of libraries that are not installed
