@@ -218,6 +218,11 @@ def test_export_for_torch(run, own, monkeypatch):
     torch.testing.assert_close(probs, prediction.probs, rtol=0, atol=1e-5)
 
 
+def test_export_without_its_extra(refused, monkeypatch):
+    monkeypatch.setattr("stochbn.inference.export.importlib.util.find_spec", lambda _: None)
+    assert refused("export").endswith("Expected onnx for .onnx files. pip install 'stochbn[export]'.\n")
+
+
 @pytest.mark.filterwarnings("ignore:Branching cannot be vectorised")
 def test_export_says_what_it_cannot_capture(run):
     code, _, err = run("export", factory="own_nets:branching", samples=2, stats=None, dropout=True)

@@ -7,7 +7,6 @@ from collections.abc import Sequence
 
 EXTRAS = {
     "cli": ("numpy", "rich", "typer"),
-    "export": ("onnx", "onnxruntime", "onnxscript"),
     "experiments": ("PIL", "jinja2", "matplotlib", "pooch", "scipy", "sklearn"),
 }
 
