@@ -2,14 +2,20 @@
 
 import importlib
 import json
+import logging
 import pkgutil
 import re
 import shutil
+import subprocess
+import sys
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
+from fastapi.testclient import TestClient
 from torch.utils.data import DataLoader, TensorDataset
 
 import stochbn
@@ -23,11 +29,19 @@ PAGES = [*sorted(ROOT.glob("*.md")), *sorted(DOCS.glob("*.md"))]
 
 def run(page: Path, names: dict[str, Any]) -> int:
     """Executes a page's Python in order, in one namespace. Returns how many blocks there were."""
-    blocks = re.findall(r"^```python\n(.*?)^```", page.read_text(), re.DOTALL | re.MULTILINE)
+    blocks = python_blocks(page)
     for block in blocks:
-        # Compiling needs a C++ compiler, which a machine may lack.
-        exec(block if shutil.which("g++") else block.replace("compile=True", "compile=False"), names)
+        if not shutil.which("g++"):  # compiling needs a C++ compiler, which a machine may lack
+            block = block.replace("compile=True", "compile=False")
+            block = block.replace(
+                'torch._inductor.aoti_load_package("net.pt2")', 'torch.export.load("net.pt2").module()'
+            )
+        exec(block, names)
     return len(blocks)
+
+
+def python_blocks(page: Path) -> list[str]:
+    return re.findall(r"^```python\n(.*?)^```", page.read_text(), re.DOTALL | re.MULTILINE)
 
 
 @pytest.fixture
@@ -86,9 +100,49 @@ def test_tutorial_does_what_it_says(tmp_path: Path, monkeypatch: pytest.MonkeyPa
     assert (unknown.entropy > names["threshold"]).float().mean() > 0.5
 
 
+@pytest.mark.slow
+@pytest.mark.filterwarnings("ignore::UserWarning:tqdm")
+def test_serving_code(given: dict[str, Any], caplog: pytest.LogCaptureFixture) -> None:
+    caplog.set_level(logging.WARNING, "stochbn")  # which the page changes; afterwards it is put back
+    caplog.handler.setLevel(logging.NOTSET)
+    x = given["x"]
+    np.save("x.npy", x.numpy())
+    assert run(DOCS / "serving.md", given) == 7
+    expected = stochbn.predict(given["model"], given["stats"], x, num_samples=256)
+    for prediction in (given["pred"], given["again"](x)):
+        torch.testing.assert_close(prediction.probs, expected.probs, rtol=0, atol=1e-6)
+    torch.testing.assert_close(given["probs"], expected.probs, rtol=0, atol=1e-5)  # from the last file, .pt2
+    assert "Sequential is not captured: it has forward hooks" in caplog.text
+    ask_in_threads(given)
+    np.testing.assert_allclose(run_without_torch(), expected.probs.numpy(), rtol=0, atol=1e-5)
+
+
+def ask_in_threads(served: dict[str, Any]) -> None:
+    """Asks the page's web service from 8 threads at once, and compares with what one thread computes."""
+    batches = [torch.rand(1 + number % 3, 1, 8, 8) for number in range(32)]
+    expected = [served["predictor"](batch) for batch in batches]
+    with TestClient(served["app"]) as client, ThreadPoolExecutor(8) as threads:
+        answers = list(threads.map(lambda batch: client.post("/predict", json=batch.tolist()), batches))
+        assert client.post("/predict", json=torch.rand(1, 1, 9, 9).tolist()).status_code == 422
+    for answer, pred in zip(answers, expected, strict=True):
+        assert answer.status_code == 200
+        assert answer.json()["label"] == pred.probs.argmax(1).tolist()
+        assert answer.json()["confidence"] == pytest.approx(pred.probs.max(1).values.tolist(), rel=1e-6)
+        assert answer.json()["entropy"] == pytest.approx(pred.entropy.tolist(), rel=1e-6)
+
+
+def run_without_torch() -> np.ndarray:
+    """Runs the page's block for ONNX Runtime where neither torch nor this package is; returns probabilities."""
+    (block,) = (block for block in python_blocks(DOCS / "serving.md") if "import onnxruntime" in block)
+    script = "import sys\nsys.modules |= {'torch': None, 'stochbn': None}\n" + block + "np.save('probs.npy', probs)\n"
+    output = subprocess.run([sys.executable, "-c", script], check=True, timeout=300, capture_output=True, text=True)
+    assert "'num_samples': '256'" in output.stdout
+    return np.load("probs.npy")
+
+
 def test_all_python_is_run() -> None:
     with_python = {page.name for page in PAGES if "```python" in page.read_text()}
-    assert with_python == {"README.md", "guide.md", "tutorial.md"}
+    assert with_python == {"README.md", "guide.md", "serving.md", "tutorial.md"}
 
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda path: path.name)

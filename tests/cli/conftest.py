@@ -25,6 +25,14 @@ def build():
 def pixels():
     return nn.Sequential(nn.Unflatten(1, (1, 2, 2)), nn.Conv2d(1, 3, 1), nn.BatchNorm2d(3))
 
+class Branching(nn.Sequential):
+    def forward(self, x):
+        y = super().forward(x)
+        return y if y.sum() > 0 else -y
+
+def branching():
+    return Branching(*build())
+
 class Stream(IterableDataset):
     def __iter__(self):
         return iter(torch.ones(8, 4))
@@ -33,6 +41,9 @@ network = build()
 number = 3
 x = torch.randn(64, 4, generator=torch.Generator().manual_seed(1))
 stream = Stream()
+
+nothing = x[:0]
+wide = torch.ones(64, 5)
 
 def tensor():
     return x
@@ -50,6 +61,7 @@ NEEDED = {
     "fit": {"data": "data.npz", "batch_size": 16, "out": "net.sbn.safetensors"},
     "tune": {"stats": "net.sbn.safetensors", "data": "data.npz", "out": "tuned.sbn.safetensors"},
     "predict": {"data": "data.npz", "out": "pred.csv"},
+    "export": {"data": "data.npz", "out": "net.onnx"},
 }
 
 
@@ -90,7 +102,7 @@ def own(write_own, tmp_path):
 def run(capsys):
     """Runs the command in this process; returns exit code, stdout and stderr.
 
-    `fit`, `tune` and `predict` are given what they need; an option that is None is left out.
+    The commands for a network of one's own are given what they need; an option that is None is left out.
     """
 
     def run(*words, **options):

@@ -100,7 +100,14 @@ def test_ctrl_c_has_its_own_code(run, monkeypatch):
         "stochbn.experiments.report.report.write_report",
     ):
         monkeypatch.setattr(place, fail_with(KeyboardInterrupt))
-    for words in (["fit"], ["tune"], ["predict"], ["data"], ["report", "results"]):  # nothing is kept to resume from
+    for words in (
+        ["fit"],
+        ["tune"],
+        ["predict"],
+        ["export"],
+        ["data"],
+        ["report", "results"],
+    ):  # nothing is kept to resume from
         code, _, err = run(*words)
         assert (code, err) == (130, "Interrupted.\n")
 

@@ -1,10 +1,12 @@
-"""`fit`, `tune` and `predict` on a user's files give the library's numbers."""
+"""`fit`, `tune`, `predict` and `export` on a user's files give the library's numbers."""
 
 import csv
 import re
 import warnings
+from pathlib import Path
 
 import numpy as np
+import onnxruntime
 import pytest
 import torch
 from torch.utils.data import DataLoader, TensorDataset
@@ -114,9 +116,9 @@ def test_fit_takes_its_options(run, own):
 def test_every_command_sets_the_number_of_threads(run, monkeypatch):
     used = []
     monkeypatch.setattr(torch, "set_num_threads", used.append)
-    for command in ("fit", "tune", "predict"):
+    for command in ("fit", "tune", "predict", "export"):
         run(command, threads=3, out="model.pt")  # refused: it is an input
-    assert used == [3, 3, 3]
+    assert used == [3, 3, 3, 3]
 
 
 def test_predict_without_statistics_is_the_network_itself(run, own):
@@ -174,6 +176,61 @@ def test_outputs_at_many_places_need_arrays(run, refused, own):
         assert arrays["entropy"].shape == (64, 2, 2)
 
 
+def run_onnx(path, x):
+    session = onnxruntime.InferenceSession(path, providers=["CPUExecutionProvider"])
+    outputs = session.run(None, {"input": x.numpy()})
+    return {output.name: torch.from_numpy(v) for output, v in zip(session.get_outputs(), outputs, strict=True)}
+
+
+def test_export_writes_a_file_that_predicts(run, own):
+    run("fit", dropout=True)
+    options = {"samples": 7, "seed": 3, "dropout": True}
+    code, out, err = run("export", stats="net.sbn.safetensors", out="deep/net.onnx", **options)
+    assert (code, err) == (0, "")
+    assert re.search(r"^Wrote deep/net.onnx, \d+ kB$", out, re.MULTILINE)
+    assert "\nTakes input: float32 (N, 4)\n" in out
+    shapes = ("probs: float32 (N, 3)", *(f"{name}: float32 (N)" for name in ("entropy", "aleatoric", "epistemic")))
+    assert f"\nReturns {', '.join(shapes)}\n" in out
+    difference = re.search(r"^Differs from predict by (\S+) at most, on 8 inputs$", out, re.MULTILINE)
+    assert float(difference[1]) < 1e-5
+    stats = stochbn.load("net.sbn.safetensors")
+    prediction = stochbn.predict(own["model"], stats, own["x"], num_samples=7, seed=3, dropout=True)
+    found = run_onnx("deep/net.onnx", own["x"])
+    for name in ("probs", "entropy", "aleatoric", "epistemic"):
+        torch.testing.assert_close(found[name], getattr(prediction, name), rtol=0, atol=1e-5)
+
+
+def test_export_of_the_network_itself_and_its_link(run, own):
+    code, out, err = run("export", link="identity", data="own_nets:loader")
+    assert (code, err) == (0, "")
+    assert "without SBN" in out
+    assert "\nReturns mean: float32 (N, 3), std: float32 (N, 3)\n" in out
+    with torch.no_grad():
+        torch.testing.assert_close(run_onnx("net.onnx", own["x"])["mean"], own["model"](own["x"]), rtol=0, atol=1e-5)
+
+
+def test_export_for_torch(run, own, monkeypatch):
+    monkeypatch.setattr("stochbn.inference.export.shutil.which", lambda _: None)  # a program, which is written sooner
+    run("fit")
+    assert run("export", stats="net.sbn.safetensors", samples=4, out="net.pt2")[0] == 0
+    probs = torch.export.load("net.pt2").module()(own["x"])[0]
+    prediction = stochbn.predict(own["model"], stochbn.load("net.sbn.safetensors"), own["x"], num_samples=4)
+    torch.testing.assert_close(probs, prediction.probs, rtol=0, atol=1e-5)
+
+
+def test_export_without_its_extra(refused, monkeypatch):
+    monkeypatch.setattr("stochbn.inference.export.importlib.util.find_spec", lambda _: None)
+    assert refused("export").endswith("Expected onnx for .onnx files. pip install 'stochbn[export]'.\n")
+
+
+@pytest.mark.filterwarnings("ignore:Branching cannot be vectorised")
+def test_export_says_what_it_cannot_capture(run):
+    code, _, err = run("export", factory="own_nets:branching", samples=2, stats=None, dropout=True)
+    assert code == 2
+    assert err.splitlines()[-1].startswith("Error: Expected a model whose forward pass can be captured, got Branching:")
+    assert not Path("net.onnx").exists()
+
+
 @pytest.mark.parametrize(
     ("command", "options", "message"),
     [
@@ -187,6 +244,11 @@ def test_outputs_at_many_places_need_arrays(run, refused, own):
         ("predict", {"stats": "missing.safetensors"}, "No such file or directory"),
         ("predict", {"stats": "model.pt"}, "Expected a file written by stats.save, got model.pt"),
         ("predict", {"link": "probit"}, "Expected link to be one of 'softmax', 'sigmoid', 'identity', got 'probit'"),
+        ("export", {"out": "net.h5"}, "Expected --out to end in .onnx or .pt2, got net.h5"),
+        ("export", {"stats": "missing.safetensors"}, "No such file or directory"),
+        ("export", {"data": "own_nets:nothing"}, "Expected at least one input to try the file on, got none in own_ne"),
+        ("export", {"data": "own_nets:wide"}, r"Expected a batch that Sequential can take, got Tensor\[8, 5\]"),
+        ("export", {"link": "probit"}, "Expected link to be one of 'softmax', 'sigmoid', 'identity', got 'probit'"),
     ],
 )
 def test_options_that_do_not_fit_are_one_line(refused, command, options, message):

@@ -8,12 +8,23 @@ import typer
 from typer.testing import CliRunner
 
 from stochbn.cli.commands import PANELS
-from stochbn.cli.options import CHANGES, Folder, ProtocolSamples, Samples, Threads, changes_recipe
+from stochbn.cli.options import (
+    CHANGES,
+    Dropout,
+    Folder,
+    LinkName,
+    ProtocolSamples,
+    Samples,
+    Seed,
+    Stats,
+    Threads,
+    changes_recipe,
+)
 from stochbn.experiments.training.recipes import Recipe
 
 SIGNATURES = {command.__name__: inspect.signature(command) for commands in PANELS.values() for command in commands}
 EXPERIMENTS = ["train", "evaluate", "reproduce", "study"]
-MODELS = ["fit", "tune", "predict"]
+MODELS = ["fit", "tune", "predict", "export"]
 
 
 @pytest.mark.parametrize(
@@ -21,7 +32,11 @@ MODELS = ["fit", "tune", "predict"]
     [
         ("threads", Threads, ["demo", *EXPERIMENTS, *MODELS]),
         ("folder", Folder, ["data", *EXPERIMENTS]),
-        ("samples", Samples, ["study", "predict"]),
+        ("samples", Samples, ["study", "predict", "export"]),
+        ("stats", Stats, ["predict", "export"]),
+        ("link", LinkName, ["predict", "export"]),
+        ("seed", Seed, ["predict", "export"]),
+        ("dropout", Dropout, MODELS),
         ("samples", ProtocolSamples, ["evaluate", "reproduce"]),
         *((name, declared, ["train", "evaluate", "reproduce"]) for name, declared in CHANGES.items()),
     ],

@@ -10,7 +10,7 @@ from stochbn.cli import experiments, models
 
 PANELS: dict[str, list[Callable[..., None]]] = {
     "See it work": [experiments.demo],
-    "A network of your own": [models.fit, models.tune, models.predict],
+    "A network of your own": [models.fit, models.tune, models.predict, models.export],
     "The paper's experiments": [
         *(experiments.reproduce, experiments.data, experiments.train, experiments.evaluate, experiments.report),
         experiments.study,
@@ -31,8 +31,9 @@ def describe(
     """Predictive uncertainty for batch-normalised networks, without retraining them.
 
     `demo` shows the method in about two minutes. For a network of your own, `fit` comes first, `tune` is worth it if
-    you have held-out labels, and `predict` says how unsure each prediction is. `reproduce` runs an experiment of the
-    paper, of which `data`, `train`, `evaluate` and `report` are the steps; `study` goes beyond the paper.
+    you have held-out labels, and `predict` says how unsure each prediction is; `export` writes a file that does so
+    elsewhere. `reproduce` runs an experiment of the paper, of which `data`, `train`, `evaluate` and `report` are the
+    steps; `study` goes beyond the paper.
 
     Example: `stochbn demo`
     """

@@ -1,4 +1,4 @@
-"""The commands for a network of your own: `fit`, `tune` and `predict`, from files to files."""
+"""The commands for a network of your own: `fit`, `tune`, `predict` and `export`, from files to files."""
 
 import io
 import sys
@@ -18,8 +18,26 @@ from tqdm import tqdm
 import stochbn
 from stochbn.cli.console import console, say
 from stochbn.cli.loading import load_data, load_model
-from stochbn.cli.options import Data, Device, Dropout, Factory, InputsAtOnce, Samples, StatsOut, Threads, Weights
+from stochbn.cli.options import (
+    Data,
+    Device,
+    Dropout,
+    Factory,
+    InputsAtOnce,
+    LinkName,
+    Samples,
+    Seed,
+    Stats,
+    StatsOut,
+    Threads,
+    Weights,
+)
 from stochbn.distributions.files import write_atomically
+from stochbn.inference.export import OUTPUTS, name_inputs
+from stochbn.statistics.calls import without_labels
+from stochbn.statistics.items import rows, tensors_in
+
+EXAMPLE_INPUTS = 8  # that an exported file is compared with `predict` on
 
 
 def fit(
@@ -120,12 +138,10 @@ def predict(
     checkpoint: Weights,
     data: Data,
     out: Annotated[Path, typer.Option(help="File to write: .csv, or .npz.")],
-    stats: Annotated[Path | None, typer.Option(help="What fit or tune wrote; without it there is no SBN.")] = None,
+    stats: Stats = None,
     samples: Samples = 50,
-    link: Annotated[
-        str, typer.Option(help="softmax for classes, sigmoid for labels, identity for regression.")
-    ] = "softmax",
-    seed: Annotated[int, typer.Option(metavar="N", help="Determines the draws.")] = 0,
+    link: LinkName = "softmax",
+    seed: Seed = 0,
     batch_size: InputsAtOnce = 128,
     dropout: Dropout = False,
     device: Device = "cpu",
@@ -139,7 +155,8 @@ def predict(
 
     Needs: what `stochbn fit` or `stochbn tune` wrote, and inputs preprocessed as in training.
 
-    Next: sort the rows by entropy, and look at the most uncertain before you trust the rest.
+    Next: sort the rows by entropy, and look at the most uncertain before you trust the rest. `stochbn export` if you
+    want to predict elsewhere.
 
     Example: `stochbn predict nets:build --checkpoint net.pt --stats net.sbn.safetensors --data x.npz --out pred.csv`
     """
@@ -147,9 +164,7 @@ def predict(
         raise ValueError(f"Expected --out to end in .csv or .npz, got {out}.")
     _prepare_out(out, checkpoint, data, stats)
     model = load_model(factory, checkpoint, device)
-    if stats is None:
-        say("No statistics were given: this is without SBN.")
-    distribution = None if stats is None else stochbn.load(stats)
+    distribution = _load_stats(stats)
     loader = load_data(data, model, batch_size)
     if isinstance(loader.sampler, RandomSampler):
         warnings.warn("The DataLoader shuffles: rows follow its order, not that of the data.", stacklevel=2)
@@ -162,11 +177,89 @@ def predict(
     _summarise(prediction, targets)
 
 
+def export(
+    factory: Factory,
+    checkpoint: Weights,
+    data: Data,
+    out: Annotated[Path, typer.Option(help="File to write: .onnx, or .pt2 for torch.")],
+    stats: Stats = None,
+    samples: Samples = 50,
+    link: LinkName = "softmax",
+    seed: Seed = 0,
+    dropout: Dropout = False,
+    threads: Threads = None,
+) -> None:
+    """Writes one file that predicts with its uncertainty, without this package.
+
+    The network, its draws and the tuning are in it. It takes batches of any size, and returns probabilities and
+    entropies (mean and std for regression). A `.onnx` file runs in ONNX Runtime, without torch. A `.pt2` file is
+    machine code for this kind of processor, and needs torch. Of the data the first few inputs are used: they have the
+    shape that the file is for, and what it returns for them is compared with `predict`.
+
+    Needs: what `stochbn fit` or `stochbn tune` wrote, a few inputs preprocessed as in training, and for .onnx
+    `pip install 'stochbn[export]'`.
+
+    Next: run the file on the machine that is to predict; docs/serving.md has the few lines of Python.
+
+    Example: `stochbn export nets:build --checkpoint net.pt --stats net.sbn.safetensors --data x.npz --out net.onnx`
+    """
+    if out.suffix not in (".onnx", ".pt2"):
+        raise ValueError(f"Expected --out to end in .onnx or .pt2, got {out}.")
+    _prepare_out(out, checkpoint, data, stats)
+    model = load_model(factory, checkpoint, "cpu")
+    distribution = _load_stats(stats)
+    batch = next(iter(load_data(data, model, EXAMPLE_INPUTS)), None)
+    if batch is None:
+        raise ValueError(f"Expected at least one input to try the file on, got none in {data}.")
+    example = rows(without_labels(batch), 0, EXAMPLE_INPUTS)
+    links: dict[str, Any] = {"link": link}
+    difference = stochbn.export(
+        model, distribution, example, out, num_samples=samples, seed=seed, dropout=dropout, **links
+    )
+    say(f"Wrote {out}, {_format_size(out.stat().st_size)}")
+    plain = stochbn.predict(model, None, example, keep_samples=False, **links)  # has the same shapes
+    taken = zip(name_inputs(example), tensors_in(example), strict=True)
+    say(f"Takes {', '.join(_format_tensor(name, tensor, len(plain)) for name, tensor in taken)}")
+    returned = [_format_tensor(name, getattr(plain, name), len(plain)) for name in OUTPUTS[plain.link]]
+    say(f"Returns {', '.join(returned)}")
+    say(f"Differs from predict by {difference:.1g} at most, on {len(plain)} inputs")
+
+
+def _format_tensor(name: str, tensor: Tensor, num_inputs: int) -> str:
+    """Describes an argument or a result of a file.
+
+    Examples:
+        >>> _format_tensor("probs", torch.zeros(8, 3), 8)
+        'probs: float32 (N, 3)'
+    """
+    sizes = list(map(str, tensor.shape))
+    if tensor.dim() and len(tensor) == num_inputs:
+        sizes[0] = "N"
+    return f"{name}: {str(tensor.dtype).removeprefix('torch.')} ({', '.join(sizes)})"
+
+
+def _format_size(size: int) -> str:
+    """Writes a number of bytes.
+
+    Examples:
+        >>> _format_size(18_400), _format_size(2_340_000)
+        ('18 kB', '2.3 MB')
+    """
+    return f"{size / 1e3:.0f} kB" if size < 1e6 else f"{size / 1e6:.1f} MB"
+
+
 def _prepare_out(out: Path, *inputs: Path | str | None) -> None:
     """Makes the folder of a file to be written, which must not be one of the files to be read."""
     if any(path and Path(path).resolve() == out.resolve() for path in inputs):
         raise ValueError(f"Expected --out to be a file of its own, got an input: {out}.")
     out.parent.mkdir(parents=True, exist_ok=True)
+
+
+def _load_stats(path: Path | None) -> stochbn.Distribution | None:
+    if path is None:
+        say("No statistics were given: this is without SBN.")
+        return None
+    return stochbn.load(path)
 
 
 def _collect(loader: "DataLoader[Any]", labels: list[Tensor]) -> Iterator[Any]:

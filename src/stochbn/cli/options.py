@@ -43,6 +43,11 @@ Factory = Annotated[str, typer.Argument(metavar="FACTORY", help="What builds the
 Weights = Annotated[Path, typer.Option(help="Its weights: a state dict from torch.save, or safetensors.")]
 Data = Annotated[str, typer.Option(help="Inputs: .npz, .npy or .safetensors, or package.module:factory.")]
 StatsOut = Annotated[Path, typer.Option(help="File to write, such as net.sbn.safetensors.")]
+Stats = Annotated[Path | None, typer.Option(help="What fit or tune wrote; without it there is no SBN.")]
+LinkName = Annotated[
+    str, typer.Option("--link", help="softmax for classes, sigmoid for labels, identity for regression.")
+]
+Seed = Annotated[int, typer.Option(metavar="N", help="Determines the draws.")]
 Dropout = Annotated[bool, typer.Option("--dropout", help="Keep dropout layers active; the same in every command.")]
 InputsAtOnce = Annotated[
     int, typer.Option("--batch-size", metavar="N", min=1, help="Inputs at a time; changes no result.")

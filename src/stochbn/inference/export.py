@@ -119,6 +119,19 @@ def export(
     return difference
 
 
+def name_inputs(example: Any) -> list[str]:
+    """Returns the names of a file's inputs, one a tensor of the example.
+
+    Examples:
+        >>> name_inputs(torch.ones(2)), name_inputs({"image": torch.ones(2), "text": torch.ones(2)})
+        (['input'], ['image', 'text'])
+    """
+    if isinstance(example, Mapping):
+        return [str(key) for key, value in example.items() for _ in tensors_in(value)]
+    count = len(tensors_in(example))
+    return ["input"] if count == 1 else [f"input{number}" for number in range(count)]
+
+
 class _Whole(nn.Module):
     """All members and draws as one forward pass, from the tensors of an item to the named outputs."""
 
@@ -184,10 +197,11 @@ def _example_of(example: Any) -> tuple[tuple[Tensor, ...], Any]:
 
 def _write_onnx(whole: _Whole, example: Any, about: dict[str, str], path: Path) -> None:
     tensors, shapes = _example_of(example)
-    names = ["input"] if len(tensors) == 1 else [f"input{number}" for number in range(len(tensors))]
-    if isinstance(example, Mapping):
-        names = [str(key) for key, value in example.items() for _ in tensors_in(value)]
-    options: dict[str, Any] = {"input_names": names, "output_names": OUTPUTS[whole.link], "verbose": False}
+    options: dict[str, Any] = {
+        "input_names": name_inputs(example),
+        "output_names": OUTPUTS[whole.link],
+        "verbose": False,
+    }
     logger = logging.getLogger("torch.onnx")
     level = logger.level
     logger.setLevel(logging.ERROR)  # it warns of operators of libraries that are not installed
