@@ -184,18 +184,22 @@ def test_only_predict_at_50_draws_has_a_target() -> None:
     assert targets.ratio_target("resnet50", 1, 50, OURS.name) is None
 
 
+@pytest.mark.filterwarnings("ignore::DeprecationWarning")  # torch's own, within the compiler
 def test_what_is_timed_in_the_last_layer(subject: Subject) -> None:
     """The draws are of the last layer, and an ensemble of copies is the network."""
     stats = last_layer.fit_last(subject)
     assert list(stats.layers) == ["fc.norm"]
     assert stats.conditioned
     runs = last_layer.contenders(subject, stats, 3)
-    assert list(runs) == ["one plain pass", "six networks", "last layer", "last layer, compiled"]
+    ours = ["predict", "Predictor", "Predictor, compiled", "ONNX Runtime"]
+    assert list(runs) == ["one plain pass", "six networks", *ours]
     assert runs["one plain pass"]() is None
-    torch.testing.assert_close(
-        runs["six networks"]().probs, stochbn.predict(subject.model, None, runs["six networks"].args[2]).probs
-    )
-    assert runs["last layer"]().num_samples == last_layer.NUM_SAMPLES
+    (x,) = runs["six networks"].args
+    torch.testing.assert_close(runs["six networks"]().probs, stochbn.predict(subject.model, None, x).probs)
+    expected = stochbn.predict(subject.model, stats, x, num_samples=last_layer.NUM_SAMPLES)
+    for name in ours[:3]:
+        torch.testing.assert_close(runs[name]().probs, expected.probs, rtol=1e-4, atol=1e-6)
+    torch.testing.assert_close(torch.from_numpy(runs["ONNX Runtime"]()[0]), expected.probs, rtol=1e-4, atol=1e-6)
 
 
 @pytest.mark.parametrize("name", draws.SCHEMES)
