@@ -21,8 +21,8 @@ ROOMS = {
     "distributions": ["seeds", "draws", "base", "factorized", "lowrank", "empirical", "files", "fit", "track"],
     "uncertainty": None,
     "inference.engine": [
-        *("affine", "dropout", "sampling", "stacking", "folding", "code", "graph", "identity", "verification"),
-        "network",
+        *("affine", "dropout", "sampling", "stacking", "captured", "folding", "code", "graph", "identity"),
+        *("verification", "network"),
     ],
     "inference": ["prediction", "adaptive", "predict", "export", "tune", "exact"],
     "experiments.data": ["sources", "publications", "embedded", "splits", "corruptions"],

@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from torch.export import Dim
 
 from stochbn.distributions.base import Distribution
-from stochbn.inference.engine.folding import CaptureError
+from stochbn.inference.engine.captured import CaptureError
 from stochbn.inference.engine.graph import Flat
 from stochbn.inference.engine.network import Network
 from stochbn.inference.engine.sampling import Source

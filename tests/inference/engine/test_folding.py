@@ -3,7 +3,7 @@
 import torch
 from torch import Tensor, nn
 
-from stochbn.inference.engine.folding import repeat_rows
+from stochbn.inference.engine.affine import repeat_rows
 from stochbn.inference.engine.graph import capture
 from stochbn.statistics.calls import call_on_inputs
 

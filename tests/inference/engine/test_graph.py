@@ -10,15 +10,13 @@ from torch import Tensor, nn
 import stochbn
 from oracles import calibrate, naive
 from stochbn.inference.engine import network
-from stochbn.inference.engine.graph import CaptureError, capture
+from stochbn.inference.engine.captured import CaptureError
+from stochbn.inference.engine.graph import capture
 from stochbn.statistics.calls import call_on_inputs
 
+pytestmark = pytest.mark.usefixtures("always_captured")
+
 ROUNDING = {"rtol": 1e-4, "atol": 1e-6}
-
-
-@pytest.fixture(autouse=True)
-def always_captured(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("stochbn.inference.engine.network.WORTH_CAPTURING", -1)
 
 
 class Base(nn.Module):

@@ -12,6 +12,8 @@ import stochbn
 from oracles import calibrate
 from stochbn.inference.engine import network
 
+pytestmark = pytest.mark.usefixtures("always_captured")
+
 
 class Net(nn.Module):
     """Depends on all kinds of attributes."""
@@ -46,38 +48,28 @@ CHANGES: dict[str, Callable[[Net], object]] = {
 }
 
 
-@pytest.fixture(autouse=True)
-def always_captured(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(network, "WORTH_CAPTURING", -1)
-
-
-@pytest.fixture
-def batches() -> list[Tensor]:
-    return [torch.randn(8, 6) for _ in range(12)]
-
-
 @pytest.mark.parametrize("change", CHANGES)
-def test_what_changes_is_noticed(change: str, batches: list[Tensor]) -> None:
-    model = calibrate(Net(), batches)
-    stats = stochbn.fit(model, batches, progress=False)
-    before = stochbn.predict(model, stats, batches[0], num_samples=4)
+def test_what_changes_is_noticed(change: str, vectors: list[Tensor]) -> None:
+    model = calibrate(Net(), vectors)
+    stats = stochbn.fit(model, vectors, progress=False)
+    before = stochbn.predict(model, stats, vectors[0], num_samples=4)
     assert [graph.problem for graph in network._GRAPHS[model].values()] == [""]
     CHANGES[change](model)
-    after = stochbn.predict(model, stats, batches[0], num_samples=4)
-    expected = stochbn.predict(model, stats, batches[0], num_samples=4, chunk_size=1)
+    after = stochbn.predict(model, stats, vectors[0], num_samples=4)
+    expected = stochbn.predict(model, stats, vectors[0], num_samples=4, chunk_size=1)
     torch.testing.assert_close(after.samples, expected.samples, rtol=1e-4, atol=1e-6)
     assert (after.samples - before.samples).abs().max() > 1e-3
 
 
-def test_what_a_call_closes_over_is_noticed_and_its_code_is_captured_once(batches: list[Tensor]) -> None:
-    model = calibrate(Net(), batches)
-    stats = stochbn.fit(model, batches, progress=False)
+def test_what_a_call_closes_over_is_noticed_and_its_code_is_captured_once(vectors: list[Tensor]) -> None:
+    model = calibrate(Net(), vectors)
+    stats = stochbn.fit(model, vectors, progress=False)
     scales = [1.0]
     for scale, captures in ((1.0, 1), (1.0, 1), (3.0, 2)):
         scales[0] = scale
         options = {"num_samples": 4, "call": lambda model, x: model(x) * scales[0]}
-        found = stochbn.predict(model, stats, batches[0], **options)
-        expected = stochbn.predict(model, stats, batches[0], chunk_size=1, **options)
+        found = stochbn.predict(model, stats, vectors[0], **options)
+        expected = stochbn.predict(model, stats, vectors[0], chunk_size=1, **options)
         torch.testing.assert_close(found.samples, expected.samples, rtol=1e-4, atol=1e-6)
         assert len(network._GRAPHS[model]) == captures
 
@@ -91,18 +83,18 @@ class Hides(Net):
         return self.hidden[0](super().forward(x))
 
 
-def test_hidden_modules_and_file_names_are_not_captured_but_right(batches: list[Tensor]) -> None:
-    model = calibrate(Hides(), batches)
-    stats = stochbn.fit(model, batches, progress=False)
-    stochbn.predict(model, stats, batches[0], num_samples=4)
+def test_hidden_modules_and_file_names_are_not_captured_but_right(vectors: list[Tensor]) -> None:
+    model = calibrate(Hides(), vectors)
+    stats = stochbn.fit(model, vectors, progress=False)
+    stochbn.predict(model, stats, vectors[0], num_samples=4)
     with torch.no_grad():
         model.hidden[0].weight.mul_(3)
-    found = stochbn.predict(model, stats, batches[0], num_samples=4)
-    expected = stochbn.predict(model, stats, batches[0], num_samples=4, chunk_size=1)
+    found = stochbn.predict(model, stats, vectors[0], num_samples=4)
+    expected = stochbn.predict(model, stats, vectors[0], num_samples=4, chunk_size=1)
     torch.testing.assert_close(found.samples, expected.samples, rtol=1e-4, atol=1e-6)
-    model = calibrate(Net(), batches)
-    items = [{"x": batch, "name": [f"{number}-{row}" for row in range(8)]} for number, batch in enumerate(batches)]
+    model = calibrate(Net(), vectors)
+    items = [{"x": batch, "name": [f"{number}-{row}" for row in range(8)]} for number, batch in enumerate(vectors)]
     found = stochbn.predict(model, stats, items, num_samples=4, call=lambda model, item: model(item["x"]))
-    expected = stochbn.predict(model, stats, batches, num_samples=4)
+    expected = stochbn.predict(model, stats, vectors, num_samples=4)
     torch.testing.assert_close(found.samples, expected.samples, rtol=1e-4, atol=1e-6)
-    assert len(network._GRAPHS[model]) == 1  # of the batches without names
+    assert len(network._GRAPHS[model]) == 1  # of the vectors without names

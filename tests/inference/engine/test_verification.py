@@ -9,17 +9,8 @@ from torch import Tensor, nn
 
 import stochbn
 from oracles import calibrate
-from stochbn.inference.engine import network
 
-
-@pytest.fixture(autouse=True)
-def always_captured(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(network, "WORTH_CAPTURING", -1)
-
-
-@pytest.fixture
-def batches() -> list[Tensor]:
-    return [torch.randn(8, 6) for _ in range(12)]
+pytestmark = pytest.mark.usefixtures("always_captured")
 
 
 class Net(nn.Module):
@@ -77,16 +68,16 @@ KINDS = [
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_right_whatever_comes_first(kind: type[Net], batches: list[Tensor]) -> None:
-    model = calibrate(kind(), batches)
-    stats = stochbn.fit(model, batches, layers=["bn"], progress=False)
+def test_right_whatever_comes_first(kind: type[Net], vectors: list[Tensor]) -> None:
+    model = calibrate(kind(), vectors)
+    stats = stochbn.fit(model, vectors, layers=["bn"], progress=False)
     predictor = stochbn.Predictor(model, stats, num_samples=12)
     if kind is not MixesBefore:  # which has no answer for one input
         predictor.warm_up(torch.zeros(1, 6))
-    stochbn.predict(model, stats, batches[0], num_samples=1)
+    stochbn.predict(model, stats, vectors[0], num_samples=1)
     for rows in (8, 2, 1) if kind is not MixesBefore else (8, 2):
-        expected = stochbn.predict(model, stats, batches[1][:rows], num_samples=12, chunk_size=1)
-        for found in (predictor(batches[1][:rows]), stochbn.predict(model, stats, batches[1][:rows], num_samples=12)):
+        expected = stochbn.predict(model, stats, vectors[1][:rows], num_samples=12, chunk_size=1)
+        for found in (predictor(vectors[1][:rows]), stochbn.predict(model, stats, vectors[1][:rows], num_samples=12)):
             torch.testing.assert_close(found.probs, expected.probs, rtol=1e-4, atol=1e-6)
 
 
@@ -101,19 +92,19 @@ class Nested(Net):
         return super().forward(x) + sum(one(torch.zeros(2, 6)).probs.mean() for one in self.other)
 
 
-def test_predictions_within_a_forward_pass(batches: list[Tensor]) -> None:
-    inner = calibrate(Net(), batches)
-    predictor = stochbn.Predictor(inner, stochbn.fit(inner, batches, progress=False), num_samples=3)
-    outer = calibrate(Nested([]), batches)
-    stats = stochbn.fit(outer, batches, progress=False)
+def test_predictions_within_a_forward_pass(vectors: list[Tensor]) -> None:
+    inner = calibrate(Net(), vectors)
+    predictor = stochbn.Predictor(inner, stochbn.fit(inner, vectors, progress=False), num_samples=3)
+    outer = calibrate(Nested([]), vectors)
+    stats = stochbn.fit(outer, vectors, progress=False)
     outer.other.append(predictor)
     found: list[stochbn.Prediction] = []
     thread = threading.Thread(
-        target=lambda: found.append(stochbn.predict(outer, stats, batches[0], num_samples=3)), daemon=True
+        target=lambda: found.append(stochbn.predict(outer, stats, vectors[0], num_samples=3)), daemon=True
     )
     thread.start()
     thread.join(60)
-    expected = stochbn.predict(outer, stats, batches[0], num_samples=3, chunk_size=1)
+    expected = stochbn.predict(outer, stats, vectors[0], num_samples=3, chunk_size=1)
     torch.testing.assert_close(found[0].probs, expected.probs, rtol=1e-4, atol=1e-6)
 
 
@@ -123,26 +114,26 @@ class Slow(Net):
         return super().forward(x)
 
 
-def test_a_capture_keeps_no_other_model_waiting(batches: list[Tensor]) -> None:
-    quick, slow = calibrate(Net(), batches), Slow()
+def test_a_capture_keeps_no_other_model_waiting(vectors: list[Tensor]) -> None:
+    quick, slow = calibrate(Net(), vectors), Slow()
     slow.load_state_dict(quick.state_dict())
-    stats = stochbn.fit(quick, batches, progress=False)
-    predictor = stochbn.Predictor(quick, stats, num_samples=3).warm_up(batches[0])
-    thread = threading.Thread(target=lambda: stochbn.predict(slow, stats, batches[0], num_samples=3))
+    stats = stochbn.fit(quick, vectors, progress=False)
+    predictor = stochbn.Predictor(quick, stats, num_samples=3).warm_up(vectors[0])
+    thread = threading.Thread(target=lambda: stochbn.predict(slow, stats, vectors[0], num_samples=3))
     thread.start()
     finished = 0
     while thread.is_alive():
-        predictor(batches[0])
+        predictor(vectors[0])
         finished += 1
     assert finished > 20  # in some seconds; a lock would have let one or two through
 
 
 def test_weights_are_kept_once_for_all_shapes() -> None:
-    batches = [torch.rand(8, 1, 6, 6) for _ in range(6)]
+    vectors = [torch.rand(8, 1, 6, 6) for _ in range(6)]
     model = calibrate(
-        nn.Sequential(nn.Conv2d(1, 3, 3), nn.BatchNorm2d(3), nn.AdaptiveAvgPool2d(1), nn.Flatten()), batches
+        nn.Sequential(nn.Conv2d(1, 3, 3), nn.BatchNorm2d(3), nn.AdaptiveAvgPool2d(1), nn.Flatten()), vectors
     )
-    predictor = stochbn.Predictor(model, stochbn.fit(model, batches, progress=False), num_samples=5)
+    predictor = stochbn.Predictor(model, stochbn.fit(model, vectors, progress=False), num_samples=5)
     for side in range(6, 12):
         predictor(torch.rand(4, 1, side, side))
     assert len(predictor._networks[0]._tensors) == 1

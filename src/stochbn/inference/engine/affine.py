@@ -103,6 +103,11 @@ def apply_to_rows(x: Tensor, scale: Tensor, shift: Tensor | None, *, num_draws: 
     return output.to(x.dtype).flatten(0, 1)
 
 
+def repeat_rows(x: Tensor, num_draws: int) -> Tensor:
+    """Gives every draw the rows of a shared value: (N, *) → (S · N, *)."""
+    return x.expand(num_draws, *x.shape).flatten(0, 1)
+
+
 def add_to_rows(x: Tensor, other: Tensor, *, num_draws: int) -> Tensor:
     """Adds what all draws have in common to the rows of each: (S · R, *) + (R, *), without repeating it."""
     output: Tensor = x.unflatten(0, (num_draws, -1)) + other  # (S, R, *)

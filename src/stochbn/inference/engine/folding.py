@@ -9,8 +9,7 @@ model that is trained further, and any thread may run them.
 """
 
 import operator
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -19,67 +18,12 @@ from torch.export import ExportedProgram
 from torch.fx import Graph, GraphModule, Node
 from torch.fx.node import map_arg
 
-from stochbn.inference.engine.affine import add_to_rows, apply_to_rows, condition_rows, own_moments
+from stochbn.inference.engine.affine import add_to_rows, apply_to_rows, condition_rows, own_moments, repeat_rows
+from stochbn.inference.engine.captured import Captured, CaptureError, Site
 from stochbn.inference.engine.dropout import DROPOUT_SITE
 
 aten = torch.ops.aten
 MODEL = "output.model."  # where the model stands in what is captured
-
-
-class CaptureError(Exception):
-    """A model whose forward pass is no graph that draws can be folded into; the message says which line of it."""
-
-
-@dataclass(frozen=True)
-class Site:
-    """Where draws enter the graph: a call of a BatchNorm or of a dropout layer.
-
-    Attributes:
-        layer: Its name.
-        units: Shape of an input there, without the batch.
-        dtype: Of the values there.
-        arguments: What the drawn graph is handed for it, one tensor a name: `scale` and `shift`, or `mean`, `var`,
-            `share`, `weight` and `bias` where inputs are counted into their mini-batches.
-        dropout_call: For dropout, which of the layer's calls in a pass it is, from 1; 0 for BatchNorm.
-        weight: Name of the parameter that is γ; None for none.
-        bias: The same of β.
-        eps: ε.
-    """
-
-    layer: str
-    units: tuple[int, ...]
-    dtype: torch.dtype
-    arguments: tuple[str, ...] = ("scale", "shift")
-    dropout_call: int = 0
-    weight: str | None = None
-    bias: str | None = None
-    eps: float = 0.0
-
-
-@dataclass(frozen=True)
-class Captured:
-    """A forward pass in two graphs, and what they are to be called with.
-
-    Attributes:
-        shared: Computes from N and the arguments what the draws have in common, a tuple.
-        drawn: Computes the outputs (S · N, …) from these values, the parameters that it reads, S, N, and the arguments
-            of every site.
-        shared_arguments: Names of what `shared` takes: parameters, buffers, constants, and inputs (`input0`, …).
-        drawn_arguments: Names of what `drawn` takes after the shared values.
-        sites: In the order of the pass.
-        constants: Tensors of the model that are neither parameters nor buffers.
-        convolution_weights: Names of those that the CPU wants channels-last.
-        bytes_a_row: Of the largest drawn value, for one input and one draw.
-    """
-
-    shared: GraphModule
-    drawn: GraphModule
-    shared_arguments: tuple[str, ...]
-    drawn_arguments: tuple[str, ...]
-    sites: tuple[Site, ...]
-    constants: Mapping[str, Tensor]
-    convolution_weights: frozenset[str]
-    bytes_a_row: int
 
 
 class Folding:
@@ -351,11 +295,6 @@ def _put_first(graph: Graph, placeholders: Sequence[Node]) -> None:
         first = next(iter(graph.nodes))
         if node is not first:
             first.prepend(node)
-
-
-def repeat_rows(x: Tensor, num_draws: int) -> Tensor:
-    """Gives every draw the rows of a shared value: (N, *) → (S · N, *)."""
-    return x.expand(num_draws, *x.shape).flatten(0, 1)
 
 
 def _locate(node: Node) -> str:

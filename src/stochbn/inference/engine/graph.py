@@ -10,9 +10,10 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.export import Dim, ExportedProgram
 from torch.fx import Node, graph_module
 
+from stochbn.inference.engine.captured import Captured, CaptureError
 from stochbn.inference.engine.code import TRACING, first_line
 from stochbn.inference.engine.dropout import DropoutSites, mark_dropout
-from stochbn.inference.engine.folding import Captured, CaptureError, Folding
+from stochbn.inference.engine.folding import Folding
 from stochbn.inference.engine.stacking import Output
 from stochbn.statistics.calls import Call
 from stochbn.statistics.items import fill, has_rows, map_leaves, rows, tensors_in

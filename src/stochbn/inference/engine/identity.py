@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from stochbn.inference.engine.folding import CaptureError
+from stochbn.inference.engine.captured import CaptureError
 from stochbn.statistics.items import has_rows, num_examples, tensors_in
 
 _PLAIN = (bool, int, float, complex, str, bytes, type(None), torch.dtype, torch.device, torch.Size)

@@ -14,7 +14,7 @@ import weakref
 from collections import OrderedDict
 from collections.abc import Hashable, Iterator
 from functools import partial
-from typing import Any, NamedTuple
+from typing import Any
 from weakref import WeakKeyDictionary
 
 import torch
@@ -22,9 +22,9 @@ from torch import Tensor, nn
 
 from stochbn.distributions.base import Distribution
 from stochbn.inference.engine.affine import fold
+from stochbn.inference.engine.captured import Captured, CaptureError, Prepared, Site
 from stochbn.inference.engine.code import Code, first_line
 from stochbn.inference.engine.dropout import dropout_key, dropout_map
-from stochbn.inference.engine.folding import Captured, CaptureError, Site
 from stochbn.inference.engine.graph import capture
 from stochbn.inference.engine.identity import identify_call, identify_item, identify_model
 from stochbn.inference.engine.sampling import Drawn, Sampler, Source, warn_of_dropout
@@ -48,14 +48,6 @@ CHUNK_BYTES = 2**21
 STACKED_BYTES = 2**25  # on a twin, where values are only guessed: each input value becomes USES_A_VALUE
 KEPT_NUMBERS = 2**23  # of the maps that are kept for later calls (32 MB)
 MAX_GRAPHS = 16  # of a model; then the oldest goes
-
-
-class Prepared(NamedTuple):
-    """Two graphs and all that they take besides inputs, for some draws."""
-
-    captured: Captured
-    tensors: dict[str, Tensor]  # parameters, buffers and constants by name
-    maps: list[Tensor | None]  # of the sites
 
 
 class Network:

@@ -6,7 +6,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from stochbn.inference.engine.folding import CaptureError
+from stochbn.inference.engine.captured import CaptureError
 from stochbn.inference.engine.sampling import Drawn
 from stochbn.statistics.items import fill, has_rows, map_leaves, num_examples, rows
 
