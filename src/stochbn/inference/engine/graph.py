@@ -1,7 +1,9 @@
 """A model → a graph of its forward pass, captured once by `torch.export`, in eval mode and for any batch size."""
 
+import logging
 import warnings
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -23,6 +25,7 @@ from stochbn.statistics.twin import make_twin
 
 # 0 and 1 would become constants of the graph, and a common number could be mistaken for another size.
 _EXAMPLE_ROWS = 23
+_NOISY = ("torch._subclasses.fake_tensor", "torch.fx.experimental.symbolic_shapes", "torch.export")
 
 
 def capture(
@@ -47,7 +50,7 @@ def capture(
     norms = all_batch_norms(twin) if (names := list(layers)) else {}
     drawn = {id(buffer): name for name in names for buffer in norms[name]._buffers.values()}
     example = fill(rows(item, 0, _EXAMPLE_ROWS), _EXAMPLE_ROWS)
-    with TRACING, torch.no_grad():
+    with TRACING, _quiet(), torch.no_grad():
         sources = set(graph_module._loader.eval_cache)
         exported = _export(Flat(twin, call, example, dropout), example)
         try:
@@ -59,6 +62,20 @@ def capture(
             raise CaptureError(f"{type(error).__name__}: {first_line(error)}") from error
         finally:
             _forget(exported, sources)
+
+
+@contextmanager
+def _quiet() -> Iterator[None]:
+    """Keeps torch from logging tracebacks of a pass that cannot be captured, which is no error."""
+    loggers = [logging.getLogger(name) for name in _NOISY]
+    levels = [logger.level for logger in loggers]
+    try:
+        for logger in loggers:
+            logger.setLevel(logging.CRITICAL)
+        yield
+    finally:
+        for logger, level in zip(loggers, levels, strict=True):
+            logger.setLevel(level)
 
 
 def _forget(exported: ExportedProgram, sources: set[str]) -> None:
