@@ -1,7 +1,7 @@
 """`python -m benchmarks.chunks`: how many examples a stack should hold.
 
 Times `predict` with stacks of 16 to 256 examples, side by side, for each network and several batch sizes. It is what
-`STACKED_EXAMPLES` was chosen by.
+`CHUNK_ROWS` was chosen by.
 """
 
 import json
@@ -18,7 +18,7 @@ from benchmarks.machine import describe
 from benchmarks.measure import interleave, ratios, summarise
 from benchmarks.subjects import KINDS, Subject
 from stochbn.experiments.report.tables import rounded
-from stochbn.statistics.mini_batches import STACKED_EXAMPLES
+from stochbn.inference.engine.network import CHUNK_ROWS
 
 STACKS = (16, 32, 64, 128, 256)
 ROWS = (1, 16)
@@ -30,9 +30,7 @@ def main() -> None:
     """Measures, prints, and writes `results/chunks.json`."""
     warnings.filterwarnings("ignore", message="The loader does not look like the training data")
     cells: list[dict[str, Any]] = []
-    table = Table(
-        "network", "N", *(str(stack) for stack in STACKS), title=f"time / time of stacks of {STACKED_EXAMPLES}"
-    )
+    table = Table("network", "N", *(str(stack) for stack in STACKS), title=f"time / time of stacks of {CHUNK_ROWS}")
     for key in ("lenet5", "vgg11", "resnet18"):
         subject = Subject(key)
         for rows in ROWS:
@@ -43,7 +41,7 @@ def main() -> None:
             # A chunk of one draw would ask for the loop.
             runs = {str(stack): partial(predict, chunk_size=stack // rows) for stack in STACKS if stack > rows}
             times = interleave(runs, REPEATS)
-            found = {name: summarise(ratios(values, times[str(STACKED_EXAMPLES)])) for name, values in times.items()}
+            found = {name: summarise(ratios(values, times[str(CHUNK_ROWS)])) for name, values in times.items()}
             cells.append({"network": key, "rows": rows, "times": times, "ratio": found})
             table.add_row(
                 KINDS[key].name, str(rows), *(f"{found[str(s)]['median']:.2f}" if s > rows else "—" for s in STACKS)

@@ -1,6 +1,6 @@
 """A draw: values for a model's BatchNorm buffers, which make it one of many networks."""
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import overload
 
@@ -93,3 +93,12 @@ class Draws:
 def _widen_to(buffer: Tensor, values: Tensor) -> Tensor:
     """Moves values to a buffer's device, in its precision or float32 if that is better."""
     return values.to(buffer.device, torch.promote_types(buffer.dtype, torch.float32))
+
+
+def join_draws(parts: Sequence[Draws]) -> Draws:
+    """Puts draws for one model after each other; all that is no draw is the first's."""
+    buffers, shares = (
+        {name: torch.cat([mapping[name] for mapping in mappings]) for name in mappings[0]}
+        for mappings in ([part.buffers for part in parts], [part.shares for part in parts])
+    )
+    return replace(parts[0], buffers=buffers, shares=shares)

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor, nn
 
 from stochbn.distributions.base import Distribution, Tuning
-from stochbn.distributions.draws import Draws
+from stochbn.distributions.draws import join_draws
 from stochbn.distributions.seeds import member_seed, random_seed
 from stochbn.inference.engine.network import Network
 from stochbn.inference.engine.sampling import warn_of_dropout
@@ -220,7 +220,7 @@ class _HeldOut:
     def _network(self, number: int, spreads: Sequence[Spread]) -> Network:
         """Returns one of the models with the draws of all spreads, one after the other."""
         member, seed = self.members[number], member_seed(self.seed, number)
-        draws = _join(
+        draws = join_draws(
             [replace(member, tuning=Tuning(spread)).sample(self.num_samples, seed=seed) for spread in spreads]
         )
         return Network(
@@ -268,15 +268,6 @@ class _HeldOut:
                     "model's own output on them."
                 )
             outputs.nan_to_num_(0.0, 0.0, 0.0)  # overflow of a spread too wide: as good as no answer
-
-
-def _join(parts: list[Draws]) -> Draws:
-    """Puts draws of one distribution, at different spreads, after each other."""
-    buffers, shares = (
-        {name: torch.cat([mapping[name] for mapping in mappings]) for name in mappings[0]}
-        for mappings in ([part.buffers for part in parts], [part.shares for part in parts])
-    )
-    return replace(parts[0], buffers=buffers, shares=shares)
 
 
 def _second(item: Any) -> Any:

@@ -8,8 +8,8 @@ from torch.utils.data import Dataset, IterableDataset
 
 from stochbn.statistics.items import concatenate, num_examples, rows
 
-# A pass holds about this many examples, draws × rows in prediction and mini-batches in fitting: fewer would waste the
-# reading of weights, more would not fit the cache. Memory then depends on the batch, not on the number of draws.
+# A pass of fitting holds about this many examples, as many mini-batches as that makes: fewer would waste the reading of
+# weights, more would not fit the cache.
 STACKED_EXAMPLES = 64
 
 

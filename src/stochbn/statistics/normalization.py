@@ -5,8 +5,7 @@ known by its `running_mean`, so whatever its class does before and after the nor
 hook is set, no buffer is replaced, and running statistics are never written.
 """
 
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple
 
 import torch
@@ -150,16 +149,6 @@ class Observed:
         """Returns what each layer saw since the last time: (calls · G, 2, C)."""
         seen, self._seen = self._seen, {}
         return {name: torch.cat(calls) for name, calls in seen.items()}
-
-    @contextmanager
-    def undoing(self) -> Iterator[None]:
-        """Forgets what was seen in a pass that raises."""
-        before = {name: list(calls) for name, calls in self._seen.items()}
-        try:
-            yield
-        except Exception:
-            self._seen = before
-            raise
 
 
 class BatchNormalization:

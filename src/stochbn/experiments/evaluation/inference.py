@@ -13,6 +13,7 @@ import torch
 from torch import Tensor, nn
 
 import stochbn
+from stochbn.distributions.draws import join_draws
 from stochbn.distributions.seeds import derive_seed, member_seed
 from stochbn.experiments.data.splits import Split, to_inputs
 from stochbn.experiments.files import DRAW_SEED
@@ -98,7 +99,7 @@ class TrainedNetwork:
             return [self.predict(drawings[0], split, num_samples=num_samples, **options)]
         count, seed = self.num_draws(drawings[0], num_samples), member_seed(DRAW_SEED, self.seed)
         sources = [stats for drawing in drawings if (stats := self.distribution(drawing)) is not None]
-        draws = _concatenate([stats.sample(count, seed=seed) for stats in sources])
+        draws = join_draws([stats.sample(count, seed=seed) for stats in sources])
         outputs = predict(self.network, draws, split, link="identity", keep_samples=True, **options).samples
         assert outputs is not None
         predictions = []
@@ -154,11 +155,3 @@ def training_batches(training: Split, recipe: Recipe) -> Iterator[Tensor]:
 def input_batches(split: Split, size: int = _INFERENCE_BATCH) -> list[Tensor]:
     """Returns a split's inputs in batches."""
     return [to_inputs(images) for images in split.images.split(size)]
-
-
-def _concatenate(parts: Sequence[stochbn.Draws]) -> stochbn.Draws:
-    return replace(
-        parts[0],
-        buffers={name: torch.cat([part.buffers[name] for part in parts]) for name in parts[0].buffers},
-        shares={name: torch.cat([part.shares[name] for part in parts]) for name in parts[0].shares},
-    )
