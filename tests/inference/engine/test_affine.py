@@ -12,7 +12,7 @@ from torch.nn.modules.batchnorm import _BatchNorm
 
 import stochbn
 from oracles import NormAct, calibrate, naive
-from stochbn.inference.engine.affine import normalise_with
+from stochbn.inference.engine.affine import fold_single, normalise_with, squash_rows
 from stochbn.statistics.normalization import BatchNormCall
 
 pytestmark = pytest.mark.usefixtures("path")  # each test on both
@@ -39,6 +39,20 @@ def test_equals_a_mini_batch_with_the_input_in_it(shape: tuple[int, ...]) -> Non
         BatchNormCall(x, mean, var, weight, bias, False, 0.1, 1e-3), torch.tensor(1 / 9, dtype=torch.float64), 6
     )
     torch.testing.assert_close(actual, expected, rtol=1e-12, atol=1e-12)
+
+
+@pytest.mark.parametrize("has_parameters", [True, False])
+@pytest.mark.parametrize("share", [0.0, 1 / 16, 0.5])
+def test_single_values_squashed_equal_a_mini_batch(has_parameters: bool, share: float) -> None:
+    x, mean = torch.randn(3, 6, 5, dtype=torch.float64) * 3, torch.randn(3, 5, dtype=torch.float64)
+    var = torch.rand(3, 5, dtype=torch.float64)
+    parameters = [torch.randn(5, dtype=torch.float64) if has_parameters else None for _ in range(2)]
+    shares = torch.full((3,), share, dtype=torch.float64)
+    maps = fold_single(mean, var, shares, *parameters, 1e-3)
+    calls = [BatchNormCall(x[s], mean[s], var[s], *parameters, False, 0.1, 1e-3) for s in range(3)]
+    expected = torch.cat([normalise_with(call, shares[0], 6) for call in calls])
+    actual = squash_rows(x.flatten(0, 1), *maps, num_draws=3, is_drawn=True)
+    torch.testing.assert_close(actual, expected)
 
 
 def test_of_many_one_does_not_count() -> None:

@@ -1,5 +1,7 @@
 """A drawn layer is an affine map of each channel, γ (x − μ) / sqrt(σ² + ε) + β: of one draw, or of S at once."""
 
+from typing import Any
+
 import torch
 from torch import Tensor
 
@@ -24,11 +26,11 @@ def fold(mean: Tensor, var: Tensor, weight: Tensor | None, bias: Tensor | None, 
     return scale, -mean * scale + (0.0 if bias is None else bias)
 
 
-def own_moments(x: Tensor, num_inputs: int) -> tuple[Tensor, Tensor]:
+def own_moments(x: Tensor, num_inputs: int) -> Tensor:
     """Returns mean and variance of the values that each input has in a channel, in float32 or better.
 
     Shape:
-        (N · T, C, *), since a model may fold T parts of an input into the batch → (N, C) each.
+        (N · T, C, *), since a model may fold T parts of an input into the batch → (2, N, C).
     """
     if x.shape[0] % num_inputs:
         raise ValueError(
@@ -37,10 +39,10 @@ def own_moments(x: Tensor, num_inputs: int) -> tuple[Tensor, Tensor]:
         )
     parts = widen(x).unflatten(0, (num_inputs, -1))  # (N, T, C, *)
     var, mean = torch.var_mean(parts, (1, *range(3, parts.dim())), correction=0)
-    return mean, var
+    return torch.stack([mean, var])
 
 
-def condition(own: tuple[Tensor, Tensor], call: BatchNormCall, share: Tensor) -> tuple[Tensor, Tensor]:
+def condition(own: Tensor, call: BatchNormCall, share: Tensor) -> tuple[Tensor, Tensor]:
     """Folds for each input the statistics of a mini-batch of which it is one: partly given, partly its own.
 
     Eq. 2 has x in its batch B, of which it is the part w = 1 / M. With x̄ and v the mean and variance of the input's own
@@ -48,7 +50,7 @@ def condition(own: tuple[Tensor, Tensor], call: BatchNormCall, share: Tensor) ->
     σ²(B) = (1 − w) (σ² + w (x̄ − μ)²) + w v.
 
     Args:
-        own: x̄ and v, (N, C); with a leading axis where draws differ.
+        own: x̄ and v, (2, N, C); (2, S, N, C) where draws differ.
         call: With the statistics μ and σ² of a mini-batch as `running_mean` and `running_var`, (C,) or (S, 1, C).
         share: w, () or (S, 1, 1).
 
@@ -103,6 +105,19 @@ def apply_to_rows(x: Tensor, scale: Tensor, shift: Tensor | None, *, num_draws: 
     return output.to(x.dtype).flatten(0, 1)
 
 
+def pool_before(x: Tensor, weight: Tensor | None, *options: Any) -> Tensor:
+    """Pools what a BatchNorm layer will normalise: by maximum, or by minimum in channels that γ < 0 turns around.
+
+    Args:
+        x: (R, C, H, W).
+        weight: γ, (C,), or None.
+        options: Of `max_pool2d`.
+    """
+    sign: Any = 1 if weight is None else weight.sign().to(x.dtype).view(-1, 1, 1)
+    pooled: Tensor = torch.ops.aten.max_pool2d.default(x * sign, *options) * sign
+    return pooled
+
+
 def repeat_rows(x: Tensor, num_draws: int) -> Tensor:
     """Gives every draw the rows of a shared value: (N, *) → (S · N, *)."""
     return x.expand(num_draws, *x.shape).flatten(0, 1)
@@ -114,10 +129,49 @@ def add_to_rows(x: Tensor, other: Tensor, *, num_draws: int) -> Tensor:
     return output.flatten(0, 1)
 
 
+def fold_single(
+    mean: Tensor, var: Tensor, share: Tensor, weight: Tensor | None, bias: Tensor | None, eps: float
+) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:
+    """Folds statistics for inputs that have one value a channel and are counted into their mini-batch.
+
+    There x̄ = x and v = 0, so that with d = x − μ a layer returns γ (1 − w) d / sqrt((1 − w) (σ² + w d²) + ε) + β. That
+    is a · u / sqrt(1 + u²) + β, where u = c d, and a and c do not depend on the input.
+
+    Args:
+        mean: μ, (S, C).
+        var: σ², (S, C).
+        share: w, (S,).
+        weight: γ, (C,), or None.
+        bias: β, (C,), or None.
+        eps: ε.
+
+    Returns:
+        c, −c μ and a, (S, 1, C) each, and β.
+    """
+    mean, var = widen(mean)[:, None], widen(var)[:, None]
+    share = share.to(mean.dtype)[:, None, None].clamp_min(1e-20)  # as good as none, and has a square root
+    scale = ((1 - share) * share / ((1 - share) * var + eps)).sqrt()
+    slope = ((1 - share) / share).sqrt() * (torch.ones_like(mean) if weight is None else weight)
+    return scale, -mean * scale, slope, bias
+
+
+def squash_rows(
+    x: Tensor, scale: Tensor, shift: Tensor, slope: Tensor, bias: Tensor | None, *, num_draws: int, is_drawn: bool
+) -> Tensor:
+    """Applies what `fold_single` returned to the rows of all draws, in few operations, as each reads all values.
+
+    Shape:
+        (S · N, C), or (N, C) if the draws have the same → (S · N, C).
+    """
+    u = torch.addcmul(shift, widen(x.unflatten(0, (num_draws if is_drawn else 1, -1))), scale)  # (S, N, C)
+    output = u.square().add_(1).rsqrt_().mul_(u)
+    output = output.mul_(slope) if bias is None else torch.addcmul(bias, output, slope)
+    return output.to(x.dtype).flatten(0, 1)
+
+
 def condition_rows(
     x: Tensor,
-    own_mean: Tensor | None,
-    own_var: Tensor | None,
+    own: Tensor,
     mean: Tensor,
     var: Tensor,
     share: Tensor,
@@ -133,8 +187,7 @@ def condition_rows(
 
     Args:
         x: (S · N · T, C, *), or (N · T, C, *) if the draws have the same.
-        own_mean: What `own_moments` returns of x; None where an input has one value a channel.
-        own_var: Like it.
+        own: What `own_moments` returns of x.
         mean: (S, 1, C), like `var`.
         var: Of the mini-batches.
         share: (S, 1, 1).
@@ -146,14 +199,7 @@ def condition_rows(
         is_drawn: Whether x has rows for every draw.
     """
     num_stacked = num_draws if is_drawn else 1
-    if own_mean is None or own_var is None:
-        # x̄ = x and v = 0: γ (1 − w) d / sqrt((1 − w) (σ² + w d²) + ε) + β, in few operations, as each reads all values.
-        distance = widen(x.unflatten(0, (num_stacked, -1))) - mean  # (S, N, C)
-        rest = 1 - share.to(distance.dtype)
-        output = torch.addcmul(rest * var + eps, distance * (rest * share), distance).rsqrt_().mul_(distance)
-        output.mul_(rest if weight is None else rest * weight)
-        return (output if bias is None else output.add_(bias)).to(x.dtype).flatten(0, 1)
-    own = (own_mean.unflatten(0, (num_stacked, -1)), own_var.unflatten(0, (num_stacked, -1)))
+    own = own.unflatten(1, (num_stacked, -1))
     parts = x.shape[0] // (num_stacked * num_inputs)
     maps = [  # (S, N, C) → (S, N · T, C, *)
         (values if parts == 1 else values.repeat_interleave(parts, 1)).view(

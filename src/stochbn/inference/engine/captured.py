@@ -21,8 +21,9 @@ class Site:
         layer: Its name.
         units: Shape of an input there, without the batch.
         dtype: Of the values there.
-        arguments: What the drawn graph is handed for it, one tensor a name: `scale` and `shift`, or `mean`, `var`,
-            `share`, `weight` and `bias` where inputs are counted into their mini-batches.
+        arguments: What the drawn graph is handed for it, one tensor a name: `scale` and `shift`; where inputs are
+            counted into their mini-batches, `mean`, `var`, `share`, `weight` and `bias`, or, if an input has one value
+            a channel, `scale`, `shift`, `slope` and `bias`.
         dropout_call: For dropout, which of the layer's calls in a pass it is, from 1; 0 for BatchNorm.
         weight: Name of the parameter that is γ; None for none.
         bias: The same of β.

@@ -18,7 +18,15 @@ from torch.export import ExportedProgram
 from torch.fx import Graph, GraphModule, Node
 from torch.fx.node import map_arg
 
-from stochbn.inference.engine.affine import add_to_rows, apply_to_rows, condition_rows, own_moments, repeat_rows
+from stochbn.inference.engine.affine import (
+    add_to_rows,
+    apply_to_rows,
+    condition_rows,
+    own_moments,
+    pool_before,
+    repeat_rows,
+    squash_rows,
+)
 from stochbn.inference.engine.captured import Captured, CaptureError, Site
 from stochbn.inference.engine.dropout import DROPOUT_SITE
 
@@ -49,11 +57,11 @@ class Folding:
         self.repeated: dict[Node, Node] = {}  # the same with rows for every draw
         self.counts = [self.drawn.placeholder(name) for name in ("num_draws", "num_inputs")]
         self.shared_count = self.shared.placeholder("num_inputs")
-        self.extra: list[Node] = []  # what the shared graph computes besides: own moments of inputs
+        self.pools: dict[Node, Node] = {}  # a pooling that was moved in front of its layer → what it would have pooled
+        self.extra: list[Node] = []  # what the shared graph computes besides: own moments of inputs, pooled values
         self.extra_arguments: list[Node] = []
         self.sites: list[Site] = []
         self.site_arguments: list[Node] = []
-        self.bytes_a_row = 0
 
     def fold(self) -> Captured:
         """Places every node in one of the two graphs."""
@@ -88,7 +96,7 @@ class Folding:
             tuple(self.sites),
             self.exported.constants,
             frozenset(self.names[node.args[1]] for node in convolutions if node.args[1] in self.names),
-            self.bytes_a_row,
+            self._find_bytes_a_row(),
         )
 
     def _name_arguments(self) -> dict[Node, str]:
@@ -124,6 +132,10 @@ class Folding:
             self.placed[node] = self.placed[source]
             if source in self.dependent:
                 self.dependent.add(node)
+            return
+        if node in self.pools:
+            self.dependent.add(node)
+            self.placed[node] = self.placed[self.pools[node]]
             return
         if torch.Tag.nondeterministic_seeded in getattr(node.target, "tags", ()):
             raise CaptureError(f"{_locate(node)}it draws random numbers of its own")
@@ -178,21 +190,50 @@ class Folding:
     def _add_batch_norm(self, node: Node, layer: str) -> None:
         target: Any = node.target
         weight, bias = (self.names[argument] if isinstance(argument, Node) else None for argument in node.args[1:3])
-        is_conditioned = layer in self.conditioned
+        function, arguments = self._choose_map(node.args[0], layer)
         self._add_site(
             node,
-            condition_rows if is_conditioned else apply_to_rows,
+            self._move_pool(node),
+            function,
             layer=layer,
-            arguments=("mean", "var", "share", "weight", "bias") if is_conditioned else ("scale", "shift"),
+            arguments=arguments,
             weight=weight,
             bias=bias,
             eps=node.args[_EPS[target]],
         )
 
-    def _add_dropout(self, node: Node) -> None:
-        self._add_site(node, apply_to_rows, layer=node.args[1], dropout_call=node.args[2])
+    def _choose_map(self, x: Any, layer: str) -> tuple[Any, tuple[str, ...]]:
+        """Returns what a layer becomes, and the arguments that it takes."""
+        if layer not in self.conditioned:
+            return apply_to_rows, ("scale", "shift")
+        value = x.meta["val"]
+        if value.dim() == 2 and self._scale(x, value.shape[0]) == 1:
+            return squash_rows, ("scale", "shift", "slope", "bias")
+        return condition_rows, ("mean", "var", "share", "weight", "bias")
 
-    def _add_site(self, node: Node, function: Any, **about: Any) -> None:
+    def _add_dropout(self, node: Node) -> None:
+        self._add_site(node, None, apply_to_rows, layer=node.args[1], dropout_call=node.args[2])
+
+    def _move_pool(self, node: Node) -> Node | None:
+        """Returns the max-pooling behind a layer, or behind its ReLU, if nothing else reads what lies between.
+
+        Both are monotone, so it may come first: then the draws have a quarter of the values, say, and the same bits.
+        """
+        path = [node]
+        while len(path[-1].users) == 1:
+            (follower,) = path[-1].users
+            if follower.target is aten.max_pool2d.default:
+                for between in path:
+                    between.meta["val"] = follower.meta["val"]
+                self.pools[follower] = path[-1]
+                return follower
+            is_first_of_several = follower.target is operator.getitem and follower.args[1] == 0
+            if follower.target is not aten.relu.default and not is_first_of_several:
+                break
+            path.append(follower)
+        return None
+
+    def _add_site(self, node: Node, pool: Node | None, function: Any, **about: Any) -> None:
         x = node.args[0]
         assert isinstance(x, Node)
         self.dependent.add(node)
@@ -201,29 +242,28 @@ class Folding:
         site = Site(units=tuple(map(int, value.shape[1:])), dtype=value.dtype, **about)
         given = [self.drawn.placeholder(f"{name}_{len(self.sites)}") for name in site.arguments]
         options: dict[str, Any] = {"num_draws": self.counts[0], "is_drawn": x in self.dependent}
-        own: Sequence[Any] = []
+        own = []
         if function is condition_rows:
+            count = self.drawn.call_function(operator.mul, tuple(self.counts)) if x in self.dependent else None
+            own = [self._call_on(x, own_moments, count or self.shared_count)]
             options |= {"num_inputs": self.counts[1], "eps": site.eps}
-            own = self._add_own_moments(x)
-        self.placed[node] = self.drawn.call_function(function, (self._pass(x), *own, *given), options)
+        if pool is None:
+            source = self._pass(x)
+        else:
+            weight: Any = node.args[1]
+            find = self._pass if x in self.dependent else self.placed.__getitem__
+            source = self._call_on(x, pool_before, weight and find(weight), *pool.args[1:])
+        self.placed[node] = self.drawn.call_function(function, (source, *own, *given), options)
         self.sites.append(site)
         self.site_arguments += given
 
-    def _add_own_moments(self, x: Node) -> Sequence[Any]:
-        """Adds what a layer needs to know of each input's own values, once a batch if it can be; None for one value."""
-        value = x.meta["val"]
-        if value.dim() == 2 and self._scale(x, value.shape[0]) == 1:
-            return None, None
+    def _call_on(self, x: Node, function: Any, *arguments: Any) -> Node:
+        """Adds a call on a value where that is computed, once a batch if it can be, for the drawn graph to read."""
         if x in self.dependent:
-            count = self.drawn.call_function(operator.mul, tuple(self.counts))
-            moments = self.drawn.call_function(own_moments, (self.placed[x], count))
-            return [self.drawn.call_function(operator.getitem, (moments, place)) for place in (0, 1)]
-        moments = self.shared.call_function(own_moments, (self.placed[x], self.shared_count))
-        found = [self.shared.call_function(operator.getitem, (moments, place)) for place in (0, 1)]
-        given = [self.drawn.placeholder(f"own_{len(self.extra) + place}") for place in (0, 1)]
-        self.extra += found
-        self.extra_arguments += given
-        return given
+            return self.drawn.call_function(function, (self.placed[x], *arguments))
+        self.extra.append(self.shared.call_function(function, (self.placed[x], *arguments)))
+        self.extra_arguments.append(self.drawn.placeholder(f"extra_{len(self.extra)}"))
+        return self.extra_arguments[-1]
 
     def _pass(self, node: Node) -> Node:
         """Returns what a drawn node reads: a drawn value, or an argument that holds a shared one."""
@@ -258,19 +298,31 @@ class Folding:
 
     def _check_rows(self, node: Node) -> None:
         """Refuses a drawn value whose first axis is not the batch, or that has the batch elsewhere."""
-        values = node.meta.get("val")
-        for value in values if isinstance(values, (tuple, list)) else [values]:
-            if isinstance(value, Tensor) and 0 not in value.shape:  # BatchNorm in eval mode returns empty tensors too
-                elsewhere = any(isinstance(size, torch.SymInt) for size in value.shape[1:])
-                if not value.dim() or not isinstance(value.shape[0], torch.SymInt) or elsewhere:
-                    raise CaptureError(f"{_locate(node)}inputs are no longer rows, or are mixed")
-                factor = self._scale(node, value.shape[0])
-                self.bytes_a_row = max(self.bytes_a_row, factor * value.shape[1:].numel() * value.element_size())
+        for value in _values(node):
+            elsewhere = any(isinstance(size, torch.SymInt) for size in value.shape[1:])
+            if not value.dim() or not isinstance(value.shape[0], torch.SymInt) or elsewhere:
+                raise CaptureError(f"{_locate(node)}inputs are no longer rows, or are mixed")
+            self._scale(node, value.shape[0])
+
+    def _find_bytes_a_row(self) -> int:
+        largest = 0
+        for value in (value for node in self.dependent for value in _values(node)):
+            size: Any = value.shape[0]
+            bytes_a_part = value.shape[1:].numel() * value.element_size()
+            largest = max(largest, int(size.node.expr / self.symbol) * bytes_a_part)
+        return largest
+
+
+def _values(node: Node) -> list[Tensor]:
+    """Lists the tensors that a node returns; BatchNorm in eval mode has empty ones among them."""
+    values = node.meta.get("val")
+    values = values if isinstance(values, (tuple, list)) else [values]
+    return [value for value in values if isinstance(value, Tensor) and 0 not in value.shape]
 
 
 # BatchNorm in a captured pass, in the two forms that torch writes it, and where its ε stands.
 _EPS = {aten.batch_norm.default: 7, aten._native_batch_norm_legit_no_training.default: 6}
-_OURS = (apply_to_rows, condition_rows)
+_OURS = (apply_to_rows, condition_rows, squash_rows)
 _DROPOUT = {
     getattr(aten, name).default for name in ("dropout", "alpha_dropout", "feature_dropout", "feature_alpha_dropout")
 }

@@ -21,7 +21,7 @@ import torch
 from torch import Tensor, nn
 
 from stochbn.distributions.base import Distribution
-from stochbn.inference.engine.affine import fold
+from stochbn.inference.engine.affine import fold, fold_single
 from stochbn.inference.engine.captured import Captured, CaptureError, Prepared, Site
 from stochbn.inference.engine.code import Code, first_line
 from stochbn.inference.engine.dropout import dropout_key, dropout_map
@@ -98,12 +98,13 @@ class Network:
         self._tensors: dict[Hashable, dict[str, Tensor]] = {}
         self._maps: dict[Hashable, list[Tensor | None]] = {}
         self._num_kept = 0  # numbers in these
+        self._idle: list[Stacking] = []
         self._compiled_rows = 0
         if isinstance(source, Distribution):
             warn_of_dropout(source, dropout, stacklevel=5)
 
     def __getstate__(self) -> dict[str, Any]:
-        return vars(self) | {"_identity": None, "_tensors": {}, "_maps": {}, "_num_kept": 0}
+        return vars(self) | {"_identity": None, "_tensors": {}, "_maps": {}, "_num_kept": 0, "_idle": []}
 
     def to(self, device: torch.device) -> "Network":
         """Returns the same with a copy of the model on another device."""
@@ -163,7 +164,7 @@ class Network:
                     f"Expected {type(self.model).__name__} to compile, got a forward pass that cannot be captured: "
                     f"{graph.problem}. Leave compile= off."
                 )
-        stacking = Stacking(self.model, self.call, self._seed if self.dropout else None)
+        stacking = self._take_stacking()
         item = copy_to(item, self.device)
         while first < last:
             stop = min(first + (chunk_size or self._stack_size(item)), last)
@@ -173,6 +174,16 @@ class Network:
             else:
                 yield self._stack_if_possible(stacking, draws, item)
             first = stop
+        if stacking.is_as_new():
+            self._idle.append(stacking)
+
+    def _take_stacking(self) -> Stacking:
+        """Returns a twin for one thread. To make one takes a millisecond, so those that are idle serve again."""
+        try:
+            return self._idle.pop()
+        except IndexError:
+            is_kept = self._num_batches != 1
+            return Stacking(self.model, self.call, self._seed if self.dropout else None, is_kept=is_kept)
 
     def _is_worth_capturing(self, item: Any, num_draws: int) -> bool:
         if self._num_batches is None:
@@ -331,6 +342,8 @@ class Network:
             return [None if values is None else values.unsqueeze(1) for values in maps]
         mean, var = (draws.buffers[name] for name in buffer_names(site.layer))
         weight, bias = (None if name is None else tensors[name] for name in (site.weight, site.bias))
+        if "slope" in site.arguments:
+            return [*fold_single(mean, var, draws.shares[site.layer], weight, bias, site.eps)]
         if site.layer in draws.shares:
             return [mean[:, None], var[:, None], draws.shares[site.layer][:, None, None], weight, bias]
         space = (1,) * (len(site.units) - 1)

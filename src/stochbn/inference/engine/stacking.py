@@ -1,5 +1,6 @@
 """Draws × batch → outputs for any model: all draws at once under `vmap`, or one by one, on a twin of the model."""
 
+from collections.abc import Hashable
 from functools import partial
 from typing import Any
 
@@ -10,7 +11,9 @@ from torch.nn import functional as F
 from torch.utils._pytree import tree_flatten, tree_map, tree_unflatten
 
 from stochbn.inference.engine.affine import normalise_with
+from stochbn.inference.engine.captured import CaptureError
 from stochbn.inference.engine.dropout import DropoutSites, dropout_key, dropout_map
+from stochbn.inference.engine.identity import identify_model
 from stochbn.inference.engine.sampling import Drawn
 from stochbn.statistics.calls import Call, Called
 from stochbn.statistics.items import copy_to, num_examples
@@ -44,9 +47,10 @@ class Stacking:
         model: Left as it is.
         call: How it is called on an item.
         dropout_seed: Makes dropout's masks; None for no dropout.
+        is_kept: Whether it may serve for more than one call.
     """
 
-    def __init__(self, model: nn.Module, call: Call, dropout_seed: int | None) -> None:
+    def __init__(self, model: nn.Module, call: Call, dropout_seed: int | None, *, is_kept: bool = False) -> None:
         self.output = Output(make_twin(model), call)
         self._draw = torch.zeros((), dtype=torch.int64)
         self._sites: DropoutSites | None = None
@@ -58,6 +62,20 @@ class Stacking:
                 return x * scale if shift is None else x * scale + shift
 
             self._sites = DropoutSites(self.output.model, drop)
+        self._is_kept = is_kept
+        self._before = self._identify() if is_kept else None
+
+    def is_as_new(self) -> bool:
+        """Returns whether the passes left nothing behind, such as a counter. Looks once, then takes that as so."""
+        if self._before is not None:
+            self._is_kept, self._before = self._identify() == self._before, None
+        return self._is_kept
+
+    def _identify(self) -> Hashable:
+        try:
+            return identify_model(self.output.model)
+        except CaptureError:
+            return object()  # like no other
 
     def run(self, draws: Drawn, item: Any) -> Tensor:
         """Runs all draws together: (S, N, …). Raises if the model cannot be vectorised."""
@@ -89,6 +107,9 @@ class Stacking:
         if self._sites is not None:
             self._draw = draw.indices
             self._sites.begin()
+        if not draw.buffers:
+            plain: Tensor = self.output(item)
+            return plain
         buffers = {f"model.{name}": values for name, values in draw.buffers.items()}
         means = {id(values) for values in draw.buffers.values()}
         shares = {id(draw.buffers[buffer_names(name)[0]]): share for name, share in draw.shares.items()}
