@@ -7,6 +7,7 @@ computes means, deviations and entropies in its time, the others do not. Loops r
 from collections.abc import Callable, Iterable, Mapping
 from copy import deepcopy
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
@@ -15,7 +16,7 @@ from torch.nn import functional as F
 from torch.nn.modules.batchnorm import _BatchNorm
 
 import stochbn
-from benchmarks.subjects import BATCH_SIZE, Subject
+from benchmarks.subjects import BATCH_SIZE, NUM_MINI_BATCHES, Subject
 from stochbn.distributions.base import Layer
 from stochbn.statistics.layers import all_batch_norms
 
@@ -61,9 +62,30 @@ def ours(subject: Subject, x: Tensor, num_draws: int) -> Run:
     return lambda: samples(subject.model, subject.stats, x, num_samples=num_draws)
 
 
-def ours_compiled(subject: Subject, x: Tensor, num_draws: int) -> Run:
-    """`stochbn.predict(compile=True)`."""
-    return lambda: samples(subject.model, subject.stats, x, num_samples=num_draws, compile=True)
+def prepared(subject: Subject, x: Tensor, num_draws: int, *, compiles: bool = False) -> Run:
+    """A `stochbn.Predictor`."""
+    predictor = stochbn.Predictor(subject.model, subject.stats, num_samples=num_draws, compile=compiles).warm_up(x)
+
+    def run() -> Tensor:
+        found = predictor(x).samples
+        assert found is not None
+        return found
+
+    return run
+
+
+def exported(subject: Subject, x: Tensor, num_draws: int) -> Run:
+    """A file that `stochbn.export` wrote, in ONNX Runtime: the mean of its draws, (1, N, K)."""
+    session = subject.session(num_draws)
+    return lambda: torch.from_numpy(session.run(["probs"], {"input": x.numpy()})[0])[None]
+
+
+def last_layer(subject: Subject, x: Tensor, num_draws: int) -> Run:
+    """What we recommend: 256 real mini-batches, in the last BatchNorm layer alone, whatever S. The mean, (1, N, K)."""
+    predictor = stochbn.Predictor(
+        subject.model, subject.last_layer, num_samples=NUM_MINI_BATCHES, keep_samples=False
+    ).warm_up(x)
+    return lambda: predictor(x).probs[None]
 
 
 def paper_loop(subject: Subject, x: Tensor, num_draws: int) -> Run:
@@ -131,8 +153,11 @@ def laplace(subject: Subject, x: Tensor, num_draws: int) -> Run:
 
 
 PLAIN = Contender("plain passes", plain, large=True)
-OURS = Contender("stochbn", ours, large=True)
-OURS_COMPILED = Contender("stochbn, compiled", ours_compiled, compiles=True, large=True)
+OURS = Contender("predict", ours, large=True)
+PREPARED = Contender("Predictor", prepared, large=True)
+PREPARED_COMPILED = Contender("Predictor, compiled", partial(prepared, compiles=True), compiles=True, large=True)
+EXPORTED = Contender("exported, ONNX Runtime", exported, most_rows=16)
+LAST_LAYER = Contender(f"last layer, {NUM_MINI_BATCHES} draws", last_layer, passes=None)
 PLAIN_COMPILED = Contender("plain passes, compiled", plain_compiled, compiles=True)
 PAPER_LOOP = Contender("paper's loop", paper_loop)
 STORED = Contender("stored statistics, loop", stored_statistics)
@@ -140,8 +165,9 @@ MC_DROPOUT = Contender("MC dropout, loop", mc_dropout)
 ENSEMBLE = Contender("Deep Ensembles, 6 passes", ensemble, passes=None)
 EXACT = Contender(f"exact inference, M = {BATCH_SIZE}", exact, passes=BATCH_SIZE, most_rows=16)
 LAPLACE = Contender("Laplace, last layer", laplace, passes=None)
+OURS_PREPARED = (OURS, PREPARED, PREPARED_COMPILED)  # the same draws three ways
 CONTENDERS = (
-    *(PLAIN, OURS, OURS_COMPILED, PLAIN_COMPILED, PAPER_LOOP, STORED),
+    *(PLAIN, *OURS_PREPARED, EXPORTED, LAST_LAYER, PLAIN_COMPILED, PAPER_LOOP, STORED),
     *(MC_DROPOUT, ENSEMBLE, EXACT, LAPLACE),
 )
 
@@ -196,7 +222,10 @@ def check(
         For each contender the largest difference of a log-probability.
     """
     reference = samples(subject.model, subject.stats, x, num_samples=num_draws, chunk_size=1)
-    pairs = {name: (runs[name](), reference) for name in (OURS.name, OURS_COMPILED.name, STORED.name) if name in runs}
+    same = [contender.name for contender in (*OURS_PREPARED, STORED) if contender.name in runs]
+    pairs = {name: (runs[name](), reference) for name in same}
+    if EXPORTED.name in runs:
+        pairs[EXPORTED.name] = (runs[EXPORTED.name](), reference.mean(0, keepdim=True))
     if ENSEMBLE.name in runs:
         pairs[ENSEMBLE.name] = (runs[ENSEMBLE.name](), samples(subject.members, None, x))
     if PAPER_LOOP.name in runs:

@@ -11,13 +11,16 @@ from benchmarks.contenders import (
     CONTENDERS,
     ENSEMBLE,
     EXACT,
+    EXPORTED,
     LAPLACE,
+    LAST_LAYER,
     MC_DROPOUT,
     OURS,
-    OURS_COMPILED,
     PAPER_LOOP,
     PLAIN,
     PLAIN_COMPILED,
+    PREPARED,
+    PREPARED_COMPILED,
     STORED,
 )
 from benchmarks.subjects import KINDS
@@ -28,8 +31,11 @@ from stochbn.experiments.report.figures import FULL, STYLE
 # Colour and marker both distinguish contenders.
 LOOKS: dict[str, dict[str, Any]] = {
     PLAIN.name: {"color": "black", "marker": "", "linestyle": ":"},
-    OURS.name: {"color": GREEN, "marker": "o", "linewidth": 2},
-    OURS_COMPILED.name: {"color": GREEN, "marker": "s", "linestyle": "--", "linewidth": 2},
+    OURS.name: {"color": GREEN, "marker": "o", "linestyle": ":", "linewidth": 2},
+    PREPARED.name: {"color": GREEN, "marker": "o", "linewidth": 2},
+    PREPARED_COMPILED.name: {"color": GREEN, "marker": "s", "linestyle": "--", "linewidth": 2},
+    EXPORTED.name: {"color": GREEN, "marker": "x", "linestyle": "-."},
+    LAST_LAYER.name: {"color": BLUE, "marker": "o", "linewidth": 2},
     PLAIN_COMPILED.name: {"color": "black", "marker": "s", "linestyle": "--"},
     PAPER_LOOP.name: {"color": VERMILION, "marker": "^"},
     STORED.name: {"color": ORANGE, "marker": "v"},

@@ -6,16 +6,13 @@ inputs, one after the other, through a `Predictor` and through the plain network
 """
 
 import json
-import tempfile
 import time
-import warnings
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 from typing import Any
 
 import numpy as np
-import onnxruntime  # type: ignore[import-untyped]
 import torch
 from rich.console import Console
 from rich.table import Table
@@ -24,12 +21,10 @@ from torch import Tensor
 import stochbn
 from benchmarks.machine import describe
 from benchmarks.measure import interleave, ratios, summarise
-from benchmarks.subjects import KINDS, Subject
+from benchmarks.subjects import KINDS, NUM_MINI_BATCHES, Subject
 from stochbn.experiments.report.tables import rounded
-from stochbn.statistics.layers import all_batch_norms
 
 ROWS = (1, 16, 128)
-NUM_SAMPLES = 256
 REPEATS = 7
 NUM_CALLS = 2000  # of the latency
 # Time over that of one plain pass, by network and N: as it comes, and compiled or exported.
@@ -42,15 +37,13 @@ TARGETS = {
 
 def main() -> None:
     """Measures, prints, and writes `results/last-layer.json`."""
-    warnings.filterwarnings("ignore", message="The loader does not look like the training data")
     cells: list[dict[str, Any]] = []
     latencies: list[dict[str, Any]] = []
     for key in TARGETS:
         subject = Subject(key)
-        stats = fit_last(subject)
-        latencies.append({"network": key} | latency(subject, stats))
+        latencies.append({"network": key} | latency(subject))
         for rows in ROWS:
-            times = interleave(contenders(subject, stats, rows), REPEATS)
+            times = interleave(contenders(subject, rows), REPEATS)
             found = {name: summarise(ratios(values, times["one plain pass"])) for name, values in times.items()}
             cells.append({"network": key, "rows": rows, "times": times, "ratio": found})
     table = Table("network", "N", *list(cells[0]["ratio"])[1:], title="time / time of one plain pass")
@@ -68,29 +61,15 @@ def main() -> None:
         single.add_row(KINDS[case["network"]].name, *(f"{1e3 * value:.2f}" for value in values))
     console.print(single)
     results = describe("python -m benchmarks.last_layer")
-    results |= {"num_samples": NUM_SAMPLES, "targets": TARGETS, "cells": cells, "latency_seconds": latencies}
+    results |= {"num_samples": NUM_MINI_BATCHES, "targets": TARGETS, "cells": cells, "latency_seconds": latencies}
     Path("results/last-layer.json").write_text(json.dumps(rounded(results), indent=1) + "\n")
 
 
-def fit_last(subject: Subject) -> stochbn.Distribution:
-    """Fits the last BatchNorm layer on as many mini-batches as there are draws."""
-    return stochbn.fit(
-        subject.model,
-        [subject.images(subject.kind.batch_size) for _ in range(NUM_SAMPLES)],
-        layers=list(all_batch_norms(subject.model))[-1:],
-        family="empirical",
-        conditioned=True,
-        progress=False,
-    )
-
-
-def contenders(subject: Subject, stats: stochbn.Distribution, rows: int) -> dict[str, Any]:
+def contenders(subject: Subject, rows: int) -> dict[str, Any]:
     """Returns what is timed, on a batch of so many rows."""
-    x = subject.images(rows)
-    options: dict[str, Any] = {"num_samples": NUM_SAMPLES, "keep_samples": False}
-    with tempfile.TemporaryDirectory() as folder:
-        stochbn.export(subject.model, stats, x, f"{folder}/net.onnx", num_samples=NUM_SAMPLES)
-        session = onnxruntime.InferenceSession(f"{folder}/net.onnx", _threads())
+    x, stats = subject.images(rows), subject.last_layer
+    options: dict[str, Any] = {"num_samples": NUM_MINI_BATCHES, "keep_samples": False}
+    session = subject.session(NUM_MINI_BATCHES, only_last=True)
 
     @torch.inference_mode()
     def plain() -> None:
@@ -106,17 +85,12 @@ def contenders(subject: Subject, stats: stochbn.Distribution, rows: int) -> dict
     }
 
 
-def _threads() -> onnxruntime.SessionOptions:
-    """As many as torch has."""
-    options = onnxruntime.SessionOptions()
-    options.intra_op_num_threads = torch.get_num_threads()
-    return options
-
-
-def latency(subject: Subject, stats: stochbn.Distribution) -> dict[str, Any]:
+def latency(subject: Subject) -> dict[str, Any]:
     """Times single inputs one after the other, the two ways in turn."""
     inputs = subject.images(64).split(1)
-    predictor = stochbn.Predictor(subject.model, stats, num_samples=NUM_SAMPLES, keep_samples=False).warm_up(inputs[0])
+    predictor = stochbn.Predictor(
+        subject.model, subject.last_layer, num_samples=NUM_MINI_BATCHES, keep_samples=False
+    ).warm_up(inputs[0])
     ways: dict[str, Callable[[Tensor], Any]] = {"predictor": predictor, "plain": subject.model}
     seconds: dict[str, list[float]] = {name: [] for name in ways}
     with torch.inference_mode():

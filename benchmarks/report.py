@@ -7,9 +7,9 @@ from rich.console import Console, Group, RenderableType
 from rich.table import Table
 from rich.text import Text
 
-from benchmarks.contenders import CONTENDERS, LEFT_OUT, OURS, OURS_COMPILED, PLAIN
+from benchmarks.contenders import CONTENDERS, LEFT_OUT, OURS, PLAIN
 from benchmarks.subjects import KINDS
-from benchmarks.targets import growth_medians, ratio_target
+from benchmarks.targets import OURS_NAMES, growth_medians, ratio_target
 
 
 def print_report(console: Console, results: dict[str, Any]) -> None:
@@ -43,7 +43,7 @@ def ratio_table(cells: list[dict[str, Any]]) -> RenderableType:
             row.append(_cell(found, target, is_plain=contender is PLAIN, draws=found["timed_draws"] if cut else None))
         if any(cell["missing"].get(contender.name) != LEFT_OUT for cell in cells):
             table.add_row(contender.name, *row)
-    for name in (PLAIN.name, OURS.name, OURS_COMPILED.name):
+    for name in (PLAIN.name, *OURS_NAMES):
         if name in cells[0]["contenders"]:
             row = [f"{100 * cell['contenders'][name]['gemm_fraction']:.0f} %" for cell in cells]
             table.add_row(f"GEMM rate, {name}", *row)

@@ -4,11 +4,12 @@ Speed does not depend on the weights, so none is trained.
 """
 
 import importlib
+import tempfile
 import warnings
 from collections.abc import Callable
 from copy import deepcopy
 from dataclasses import dataclass
-from functools import cached_property
+from functools import cache, cached_property
 from typing import Any
 
 import torch
@@ -22,6 +23,7 @@ from stochbn.experiments.training import networks
 
 BATCH_SIZE = 16  # M, the paper's
 NUM_CLASSES = 10
+NUM_MINI_BATCHES = 256  # kept of the last layer
 DROPOUT = 0.5
 
 
@@ -95,6 +97,25 @@ class Subject:
         """Makes random images as smooth as photographs, so that mini-batches differ: (count, C, H, W)."""
         channels, *size = self.kind.shape
         return F.interpolate(torch.randn(count, channels, 4, 4), size, mode="bilinear", align_corners=False)
+
+    @cached_property
+    def last_layer(self) -> stochbn.Distribution:
+        """Real mini-batches of the last BatchNorm layer, inputs counted in: what the guide recommends."""
+        batches = [self.images(self.kind.batch_size) for _ in range(NUM_MINI_BATCHES)]
+        with warnings.catch_warnings():
+            warnings.filterwarnings("ignore", message="The loader does not look like the training data")
+            return stochbn.fit(self.model, batches, layers="last", family="empirical", conditioned=True, progress=False)
+
+    @cache  # noqa: B019 - there are four subjects in a run
+    def session(self, num_draws: int, *, only_last: bool = False) -> Any:
+        """An exported file in ONNX Runtime, with as many threads as torch has; ImportError if that is not installed."""
+        runtime = importlib.import_module("onnxruntime")
+        options = runtime.SessionOptions()
+        options.intra_op_num_threads = torch.get_num_threads()
+        stats = self.last_layer if only_last else self.stats
+        with tempfile.TemporaryDirectory() as folder:
+            stochbn.export(self.model, stats, self.images(2), f"{folder}/net.onnx", num_samples=num_draws)
+            return runtime.InferenceSession(f"{folder}/net.onnx", options)
 
     @cached_property
     def compiled(self) -> Callable[[Tensor], Any]:

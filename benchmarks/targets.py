@@ -2,16 +2,17 @@
 
 from typing import Any
 
-from benchmarks.contenders import OURS, OURS_COMPILED, PLAIN
+from benchmarks.contenders import OURS_PREPARED, PLAIN
 from benchmarks.measure import summarise
 from benchmarks.subjects import KINDS
 
 TARGET_SAMPLES = 50
-# Time of `predict` over that of S plain passes, by network and N, at S = 50; with and without compile=True.
+OURS_NAMES = tuple(contender.name for contender in OURS_PREPARED)
+# Time of ours over that of S plain passes, by network and N, at S = 50.
 RATIOS = {
-    "lenet5": {1: 0.20, 16: 0.85, 128: 0.85},
-    "vgg11": {1: 0.30, 16: 0.95, 128: 1.0},
-    "resnet18": {1: 0.45, 16: 0.95, 128: 1.0},
+    "lenet5": {1: 0.15, 16: 0.50, 128: 0.50},
+    "vgg11": {1: 0.24, 16: 0.87, 128: 0.93},
+    "resnet18": {1: 0.45, 16: 0.95, 128: 0.90},
 }
 GEMM_FRACTION = 0.5  # of the machine's rate, at N = 1
 GEMM_NETWORKS = ("vgg11", "resnet18")
@@ -22,19 +23,16 @@ MEMORY = 1.10  # peak at the largest S over that at the smallest
 
 def ratio_target(network: str, num_rows: int, num_samples: int, contender: str) -> float | None:
     """Returns the bound on the ratio of one contender in one cell, if there is one."""
-    if num_samples != TARGET_SAMPLES or contender not in (OURS.name, OURS_COMPILED.name):
+    if num_samples != TARGET_SAMPLES or contender not in OURS_NAMES:
         return None
     return RATIOS.get(network, {}).get(num_rows)
 
 
 def add_fractions(cells: list[dict[str, Any]], rate: float) -> None:
-    """Adds to each cell's plain passes and `predict` the fraction of the machine's rate that they reach."""
+    """Adds to each cell's plain passes and ours the fraction of the machine's rate that they reach."""
     for cell in cells:
-        needed = {
-            PLAIN.name: cell["samples"] * cell["flops"]["pass"],
-            OURS.name: cell["flops"]["needed"],
-            OURS_COMPILED.name: cell["flops"]["needed"],
-        }
+        needed = dict.fromkeys(OURS_NAMES, cell["flops"]["needed"])
+        needed[PLAIN.name] = cell["samples"] * cell["flops"]["pass"]
         for name, found in cell["contenders"].items():
             if name in needed:
                 found["gemm_fraction"] = needed[name] / found["seconds"]["median"] / rate
