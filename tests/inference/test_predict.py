@@ -149,6 +149,7 @@ def test_stacks_are_bounded_by_the_batch_not_by_s(model: nn.Module, stats: stoch
         patch.setattr(torch.Tensor, "softmax", spy)
         patch.setattr("stochbn.inference.engine.network.CHUNK_BYTES", 64 * largest)
         patch.setattr("stochbn.inference.engine.network.CHUNK_ROWS", 64)
+        patch.setattr("stochbn.inference.predict.BLOCK_VALUES", 64 * 3)  # of chunks that are averaged at once
         stochbn.predict(model, stats, torch.rand(4, 1, 8, 8), num_samples=400, keep_samples=False)
     assert max(sizes) <= 64 * 3  # 64 stacked examples of 3 classes
     assert sum(sizes) == 400 * 4 * 3

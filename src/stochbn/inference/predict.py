@@ -1,7 +1,7 @@
 """Model × draws × inputs → prediction: (1/S) Σ_s p(y | x, μ_s, σ_s), eq. 3 with r(μ) r(σ) for p(μ, σ | x)."""
 
 import copy
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any, Literal, get_args
 
 import torch
@@ -21,6 +21,7 @@ from stochbn.statistics.progress import progress_bar
 from stochbn.statistics.restoring import KeepingModes
 from stochbn.statistics.twin import make_snapshot
 
+BLOCK_VALUES = 2**18  # of outputs that are averaged at once, which stay in the cache (1 MB)
 _BATCH = (Tensor, tuple, Mapping)  # what is one batch; anything else is iterated over
 
 
@@ -234,11 +235,23 @@ def _predict(
                 continue
             average = Average(link, keep_samples)
             for network in networks:
-                for outputs in network.run(item, chunk_size):
+                for outputs in _in_blocks(network.run(item, chunk_size)):
                     average.add(outputs, 1 / network.num_draws, network.temperature)
                     bar.update(len(outputs))
             results.append(average.prediction())
     return join(results)
+
+
+def _in_blocks(chunks: Iterable[Tensor]) -> Iterator[Tensor]:
+    """Puts outputs (s, N, …) of successive draws together: many small ones take longer to average than to make."""
+    block: list[Tensor] = []
+    for outputs in chunks:
+        block.append(outputs)
+        if sum(part.numel() for part in block) >= BLOCK_VALUES:
+            yield torch.cat(block)
+            block.clear()
+    if block:
+        yield torch.cat(block)
 
 
 def is_loader(inputs: Any) -> bool:

@@ -88,12 +88,13 @@ class Average:
         self.count = 0
         self.samples: list[Tensor] = []
         self.moments: Moments | None = None
-        self.entropies: Moments | None = None
+        self.entropy: Tensor | None = None  # the draws' own, summed with their weights
 
     def add(self, outputs: Tensor, weight: float = 1.0, temperature: float = 1.0) -> None:
         """Takes raw outputs of some draws, each of which counts by `weight`."""
         samples = apply_link(outputs, self.link, temperature, self.checks)
-        self.moments = _merge(self.moments, samples, weight)
+        new = Moments.of(samples).scale(weight)
+        self.moments = self.moments.merge(new) if self.moments else new
         if self.checks and not self.moments.mean.isfinite().all():  # which is smaller than all samples
             draw, row = (int(i) for i in (~samples.isfinite()).nonzero()[0][:2])
             raise ValueError(
@@ -103,7 +104,8 @@ class Average:
         self.count += len(samples)
         if self.link != "identity":
             entropies = _entropy(samples.flatten(0, 1), self.link).unflatten(0, samples.shape[:2])
-            self.entropies = _merge(self.entropies, entropies, weight)
+            total = entropies.sum(0) * weight
+            self.entropy = total if self.entropy is None else self.entropy + total
         if self.keep_samples:
             self.samples.append(samples)
 
@@ -118,7 +120,7 @@ class Average:
             mean=self.moments.mean,
             std=torch.where(varies, variance, 1.0).sqrt() * varies,
             samples=torch.cat(self.samples) if self.keep_samples else None,
-            expected_entropy=self.entropies.mean if self.entropies else None,
+            expected_entropy=None if self.entropy is None else self.entropy / self.moments.weight,
         )
 
 
@@ -146,11 +148,6 @@ def join(parts: Sequence[Prediction], order: Tensor | None = None) -> Prediction
     )
 
 
-def _merge(moments: Moments | None, samples: Tensor, weight: float) -> Moments:
-    new = Moments.of(samples).scale(weight)
-    return moments.merge(new) if moments else new
-
-
 def _entropy(probs: Tensor, link: Link) -> Tensor:
     if link == "sigmoid":
         return entropy_terms(probs) + entropy_terms(1 - probs)
@@ -176,8 +173,8 @@ def check_logits(outputs: Tensor) -> None:
             f"Expected outputs (N, K, …) with K ≥ 2 classes for link='softmax', got {list(outputs.shape[1:])}. "
             "Pass link='sigmoid' for independent labels or link='identity' for regression."
         )
-    total = outputs.detach().sum(2)
-    if outputs.detach().amin() >= 0 and (total - 1).abs().max() < 1e-3:
+    outputs = outputs.detach()
+    if outputs.amin() >= 0 and (outputs.sum(2) - 1).abs().max() < 1e-3:
         raise ValueError(
             "Expected logits for link='softmax', got outputs that are probabilities already: the model ends in a "
             "softmax. Undo it with call=lambda model, x: model(x).log()."

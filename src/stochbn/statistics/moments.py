@@ -2,7 +2,6 @@
 
 from dataclasses import dataclass
 
-import torch
 from torch import Tensor
 
 
@@ -25,9 +24,9 @@ class Moments:
     @staticmethod
     def of(observations: Tensor) -> "Moments":
         """Takes (G, *) observations, each with weight 1."""
-        variance, mean = torch.var_mean(observations, dim=0, correction=0)
-        count = float(observations.shape[0])
-        return Moments(count, count, mean, variance * count)
+        mean, count = observations.mean(0), float(observations.shape[0])
+        # torch.var_mean takes ten times as long over a leading axis.
+        return Moments(count, count, mean, (observations - mean).square_().sum(0))
 
     def merge(self, other: "Moments") -> "Moments":
         """Joins two sets of observations."""
