@@ -191,6 +191,8 @@ def test_bad_targets(batches: list[Tensor], x: Tensor) -> None:
     with pytest.raises(ValueError, match=r"class indices in \[0, 3\), got torch.int64 from 5 to 5"):
         stochbn.lower_bound(model, batches, x, torch.full((7,), 5), num_samples=2)
     with pytest.raises(ValueError, match="K ≥ 2 classes"):
+        stochbn.lower_bound(nn.Sequential(model, nn.Linear(3, 1)), batches, x, torch.zeros(7).long(), num_samples=2)
+    with pytest.raises(ValueError, match="a row of output for each of 112 inputs"):
         stochbn.lower_bound(nn.Sequential(model, nn.Flatten(0)), batches, x, torch.zeros(21).long(), num_samples=2)
     with pytest.raises(ValueError, match="at least 2 for a bound, got 1"):
         stochbn.lower_bound(model, batches, x, torch.zeros(7, dtype=torch.long), num_samples=1)

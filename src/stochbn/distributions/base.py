@@ -117,6 +117,8 @@ class Distribution(ABC):
             raise ValueError(
                 f"Expected a spread for each of the layers {listing(self.layers)}, got {listing(spread)}. Tune again."
             )
+        # Now, not when they are first asked for: within torch.export, say, they would be no numbers, and stay so.
+        _ = self.centre, self.std, self._eps
 
     family: ClassVar[str]
     array: ClassVar[str | None] = None  # the field that holds what the family knows beyond the moments

@@ -31,7 +31,7 @@ class Thinned:
 
     def distribution(self, moments: Distribution) -> "Empirical":
         count = min(self._num_kept, len(self._rows))
-        places = torch.linspace(0, len(self._rows) - 1, count, dtype=torch.float64).round().long()
+        places = torch.linspace(0, len(self._rows) - 1, count, dtype=torch.float64, device="cpu").round().long()
         return Empirical(**common_fields(moments), observations=torch.stack([self._rows[i] for i in places.tolist()]))
 
 
@@ -66,8 +66,9 @@ class Empirical(Distribution):
         """Takes mini-batches in a random order, which is another one in each round through all of them."""
         size = len(self.observations)
         rounds = range(first // size, (first + count - 1) // size + 1)
+        generator = torch.Generator("cpu")
         orders = [
-            torch.randperm(size, generator=torch.Generator("cpu").manual_seed(derive_seed(seed, "order", number)))
+            torch.randperm(size, generator=generator.manual_seed(derive_seed(seed, "order", number)), device="cpu")
             for number in rounds
         ]
         index = torch.cat(orders)[first % size :][:count]

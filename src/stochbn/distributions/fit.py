@@ -14,7 +14,7 @@ from torch.nn.modules.batchnorm import _BatchNorm
 from stochbn.distributions.base import Collector, Distribution, Layer
 from stochbn.distributions.factorized import Factorized
 from stochbn.distributions.files import FAMILIES
-from stochbn.statistics.calls import Call, call_on_item, device_of, unwrap
+from stochbn.statistics.calls import Call, call_on_inputs, device_of, unwrap, without_labels
 from stochbn.statistics.checks import check_whole, listing
 from stochbn.statistics.items import copy_to, num_examples, rows
 from stochbn.statistics.layers import Layers, all_batch_norms, dropout_layers, find_layers
@@ -92,7 +92,7 @@ def fit(
             check_whole(name, value, 2)
     if standard_error is not None and not standard_error > 0:
         raise ValueError(f"Expected a standard_error above 0, got {standard_error}. Pass 0.01, say, or leave it out.")
-    model, call = unwrap(model), call or call_on_item
+    model, pick, call = unwrap(model), None if call else without_labels, call or call_on_inputs
     last = isinstance(layers, str) and layers == "last"
     chosen = find_layers(model, _has_statistics if last else layers)
     if dropout:
@@ -102,7 +102,7 @@ def fit(
         torch.no_grad(),
         progress_bar("fit", "batch", length(loader), shown=progress) as bar,
     ):
-        parts = mini_batches(loader, batch_size=batch_size, num_batches=num_batches)
+        parts = mini_batches(loader, batch_size=batch_size, num_batches=num_batches, pick=pick)
         if last:
             chosen, parts = _keep_last(model, call, chosen, parts)
         collected = Collected(joint=collector, order=chosen)
@@ -332,7 +332,7 @@ def _warn_of_drift(stats: Distribution, model: nn.Module) -> None:
         warnings.warn(
             f"The loader does not look like the training data: in layer {name!r} the typical channel's mean is "
             f"{shift:.2f} standard deviations from the model's running mean, and its variance differs by a factor of "
-            f"{torch.tensor(ratio).exp():.2f}. Check the preprocessing, or whether the model is trained; "
+            f"{math.exp(ratio):.2f}. Check the preprocessing, or whether the model is trained; "
             "stats.drift(model) lists all layers.",
             stacklevel=3,
         )

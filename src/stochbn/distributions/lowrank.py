@@ -26,8 +26,8 @@ class Sketch:
         self._pending: list[Tensor] = []
         self._scale: Tensor | None = None
         self._count = 0
-        self._mean = torch.zeros(0)
-        self._matrix = torch.zeros(0)
+        self._mean = torch.zeros(0, device="cpu")
+        self._matrix = torch.zeros(0, device="cpu")
 
     def add(self, rows: Tensor) -> None:
         if self._scale is None:  # what moves a normalised activation by one: μ by σ, log σ² by 2

@@ -21,7 +21,7 @@ import torch
 from torch import Tensor
 
 from stochbn.inference.engine.network import Network
-from stochbn.inference.prediction import Average, Link, Prediction, apply_link, join
+from stochbn.inference.prediction import Average, Link, Prediction, apply_link, check_finite, join
 from stochbn.statistics.items import num_examples, take
 
 MAX_DRAWS = 1024
@@ -49,8 +49,8 @@ def predict_adaptively(
         update: Called with the number of draws made.
     """
     most = min([MAX_DRAWS, *(network.num_draws for network in networks if network.num_draws > 1)])
-    remaining = torch.arange(num_examples(item))
-    outputs = [torch.empty(0)] * len(networks)  # of each network: (n, remaining, K, *)
+    remaining = torch.arange(num_examples(item), device="cpu")
+    outputs = [torch.empty(0, device="cpu")] * len(networks)  # of each network: (n, remaining, K, *)
     temperatures = [network.temperature for network in networks]
     parts: list[Prediction] = []
     order: list[Tensor] = []
@@ -62,11 +62,12 @@ def predict_adaptively(
             if count and network.num_draws == 1:
                 continue
             new = torch.cat(list(network.run(some, chunk_size, count, min(look, network.num_draws))))
+            check_finite(apply_link(new, link, temperatures[member]), first_draw=count, inputs=remaining)
             outputs[member] = torch.cat([outputs[member], new]) if count else new
             update(len(new))
         count = look
         settled = (
-            _settled(outputs, temperatures, link, tolerance)
+            _settled(outputs, temperatures, link, tolerance).cpu()
             if count < most
             else torch.ones_like(remaining, dtype=torch.bool)
         )
@@ -75,7 +76,7 @@ def predict_adaptively(
             for values, temperature in zip(outputs, temperatures, strict=True):
                 average.add(values[:, settled], 1 / len(values), temperature)
             part = average.prediction()
-            parts.append(replace(part, counts=torch.full((len(part),), count)))
+            parts.append(replace(part, counts=torch.full((len(part),), count, device=part.mean.device)))
             order.append(remaining[settled])
         remaining = remaining[~settled]
         outputs = [values[:, ~settled] for values in outputs]

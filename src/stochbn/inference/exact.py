@@ -1,7 +1,7 @@
 """Eq. 3 with real mini-batches, the inference that SBN approximates, and the lower bound of Appendix A."""
 
 import math
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from typing import Any
 
@@ -50,7 +50,8 @@ def exact_predict(
         inputs: A tensor, a mapping of keyword arguments, or a DataLoader or other iterable of batches.
         batch_size: M; by default the loader's batch size.
         num_samples: S, the number of mini-batches to average over.
-        seed: Of torch's generator while the loader is read, so that its shuffling is repeatable.
+        seed: Of torch's generator while the loader is read, so that its shuffling is repeatable. That generator is
+            the whole process's: no other thread should draw from it meanwhile.
         link: As in `predict`.
         call: How the model is called on a batch. With it, `inputs` must be built like what the loader yields.
         chunk_size: How many mini-batches go through the network at once.
@@ -80,8 +81,8 @@ def exact_predict(
         progress_bar("exact", "sample", rounds, shown=progress) as bar,
     ):
         companions = [
-            copy_to(item if call else without_labels(item), device)
-            for item in _companions(loader, batch_size, num_samples, seed)
+            copy_to(item, device)
+            for item in _companions(loader, batch_size, num_samples, seed, None if call else without_labels)
         ]
         for item in batches:
             item = copy_to(without_labels(item) if take else item, device)
@@ -89,7 +90,7 @@ def exact_predict(
             for companion in companions:
                 size = chunk_size or max(1, STACKED_EXAMPLES // (num_examples(companion) + 1))
                 outputs = []
-                for start in range(0, max(1, num_examples(item)), size):
+                for start in range(0, num_examples(item), size):
                     some = rows(item, start, start + size)
                     normalization.num_batches = num_examples(some)
                     together = call_answered(normalization.answer, called, _surround(some, companion))  # (n · M, …)
@@ -206,13 +207,19 @@ def lower_bound(
     return LowerBound(log_probs.gather(2, indices).squeeze(2))
 
 
-def _companions(loader: Iterable[Any], batch_size: int | None, num_samples: int, seed: int) -> list[Any]:
+def _companions(
+    loader: Iterable[Any],
+    batch_size: int | None,
+    num_samples: int,
+    seed: int,
+    pick: Callable[[Any], Any] | None,
+) -> list[Any]:
     """Reads S times M − 1 training examples, while torch's generator has this seed."""
     with torch.random.fork_rng(devices=[]):
         torch.default_generator.manual_seed(seed)
         found = [
             rows(item, start + 1, start + size)
-            for item, count, size in mini_batches(loader, batch_size=batch_size, num_batches=num_samples)
+            for item, count, size in mini_batches(loader, batch_size=batch_size, num_batches=num_samples, pick=pick)
             for start in range(0, count * size, size)
         ]
     if len(found) < num_samples:
@@ -226,8 +233,6 @@ def _companions(loader: Iterable[Any], batch_size: int | None, num_samples: int,
 def _surround(some: Any, companion: Any) -> Any:
     """Puts each of n examples first in a mini-batch of its own with the M − 1 companions: n · M examples."""
     count, num_others = num_examples(some), num_examples(companion)
-    if count == 0:
-        raise ValueError("Expected at least one input, got an empty batch. Leave empty batches out.")
 
     def surround(leaf: Any, others: Any) -> Any:
         if not (has_rows(leaf, count) and has_rows(others, num_others)):

@@ -57,7 +57,8 @@ def predict(
         stats: What `fit` or `tune` returned, draws from it, or None for no SBN; for several models a sequence of these.
             Its tuned spread and temperature, and whether inputs are counted into their mini-batches, are followed.
         inputs: A tensor; a tuple of positional or a mapping of keyword arguments; or a DataLoader or other iterable
-            of batches (called as in `fit`: labels may be there and are passed over).
+            of batches (called as in `fit`: labels may be there and are passed over). The first tensor of a batch with a
+            leading size other than 1 counts its inputs.
         num_samples: S, the number of draws of each model. Without SBN and dropout one pass is all there is; given
             `Draws` bring their own number. With "auto" each input takes as many as it needs, from 8 to 1,024, and
             `counts` says how many; samples are not kept.

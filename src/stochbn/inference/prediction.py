@@ -96,11 +96,7 @@ class Average:
         new = Moments.of(samples).scale(weight)
         self.moments = self.moments.merge(new) if self.moments else new
         if self.checks and not self.moments.mean.isfinite().all():  # which is smaller than all samples
-            draw, row = (int(i) for i in (~samples.isfinite()).nonzero()[0][:2])
-            raise ValueError(
-                f"Expected finite outputs, got NaN or Inf from draw {self.count + draw} for input {row} of its batch. "
-                "Check that input, and the model's own output on it."
-            )
+            check_finite(samples, first_draw=self.count)
         self.count += len(samples)
         if self.link != "identity":
             entropies = _entropy(samples.flatten(0, 1), self.link).unflatten(0, samples.shape[:2])
@@ -164,6 +160,17 @@ def apply_link(outputs: Tensor, link: Link, temperature: float = 1.0, checks: bo
     if checks:
         check_logits(outputs)
     return (outputs / temperature).softmax(2)
+
+
+def check_finite(samples: Tensor, *, first_draw: int, inputs: Tensor | None = None) -> None:
+    """Refuses NaN and Inf among (s, N, …), and says of which draw and input; the N inputs may be some of a batch."""
+    if samples.isfinite().all():
+        return
+    draw, row = (int(i) for i in (~samples.isfinite()).nonzero()[0][:2])
+    raise ValueError(
+        f"Expected finite outputs, got NaN or Inf from draw {first_draw + draw} for input "
+        f"{row if inputs is None else int(inputs[row])} of its batch. Check that input, and the model's output on it."
+    )
 
 
 def check_logits(outputs: Tensor) -> None:

@@ -195,7 +195,7 @@ class _HeldOut:
     def try_spreads(self, spreads: Sequence[Any], title: str) -> list[tuple[Any, float, float]]:
         """Returns each spread with its best temperature and the NLL there, from one pass over the data."""
         networks = [self._network(number, spreads) for number in range(len(self.models))]
-        total, count = torch.zeros(len(spreads), len(self.temperatures), dtype=torch.float64), 0
+        total, count = torch.zeros(len(spreads), len(self.temperatures), dtype=torch.float64, device="cpu"), 0
         with (
             KeepingModes(),
             torch.no_grad(),

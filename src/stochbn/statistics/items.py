@@ -31,14 +31,20 @@ def tensors_in(item: Any) -> list[Tensor]:
 
 
 def num_examples(item: Any) -> int:
-    """Reads N off an item: the leading size of its first tensor."""
-    for tensor in tensors_in(item):
-        if tensor.dim() > 0:
-            return tensor.shape[0]
-    raise TypeError(
-        f"Expected a batch that holds a tensor with a leading batch dimension, got {describe(item)}. "
-        "Give the loader a collate_fn that stacks examples into tensors."
-    )
+    """Reads N ≥ 1 off an item: the leading size of its first tensor that has one other than 1.
+
+    A leading size of 1 may be that of one value for all inputs, whatever the order.
+    """
+    sizes = [tensor.shape[0] for tensor in tensors_in(item) if tensor.dim() > 0]
+    if not sizes:
+        raise TypeError(
+            f"Expected a batch that holds a tensor with a leading batch dimension, got {describe(item)}. "
+            "Give the loader a collate_fn that stacks examples into tensors."
+        )
+    count = next((size for size in sizes if size != 1), 1)
+    if count == 0:
+        raise ValueError("Expected at least one input, got an empty batch. Leave empty batches out.")
+    return count
 
 
 def rows(item: Any, start: int, stop: int) -> Any:

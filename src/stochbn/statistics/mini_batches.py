@@ -1,6 +1,6 @@
 """A loader → mini-batches of M, in the order of its examples."""
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
 from torch import Tensor
@@ -33,7 +33,11 @@ def check_loader(loader: Any) -> None:
 
 
 def mini_batches(
-    loader: Iterable[Any], *, batch_size: int | None = None, num_batches: int | None = None
+    loader: Iterable[Any],
+    *,
+    batch_size: int | None = None,
+    num_batches: int | None = None,
+    pick: Callable[[Any], Any] | None = None,
 ) -> Iterator[tuple[Any, int, int]]:
     """Cuts what a loader yields into mini-batches of M = `batch_size`, as many in one item as fit.
 
@@ -44,6 +48,7 @@ def mini_batches(
         loader: Any iterable of batches.
         batch_size: M; by default the loader's own batch size, else that of its first batch.
         num_batches: Stop after that many mini-batches; by default when the loader ends.
+        pick: Picks what is needed out of what the loader yields; by default all of it is.
 
     Yields:
         `(item, count, batch_size)`: an item of `count · batch_size` examples, which are `count` mini-batches.
@@ -53,7 +58,7 @@ def mini_batches(
     rest: Any = None
     short: int | None = None
     produced = 0
-    for item in loader:
+    for item in loader if pick is None else map(pick, loader):
         count = num_examples(item)
         size = count if size is None else size
         if size < 2:

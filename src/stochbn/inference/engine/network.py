@@ -122,8 +122,6 @@ class Network:
 
     def run(self, item: Any, chunk_size: int | None, first: int = 0, last: int | None = None) -> Iterator[Tensor]:
         """Yields outputs (s, N, …) of successive draws, from the first to before the last; without the temperature."""
-        if num_examples(item) == 0:
-            raise ValueError("Expected at least one input, got an empty batch. Leave empty batches out.")
         before = torch.is_grad_enabled()
         wants_gradient = before and any(tensor.requires_grad for tensor in tensors_in(item))
         chunks = self._run(item, chunk_size, first, self.num_draws if last is None else last, wants_gradient)

@@ -6,6 +6,7 @@ from weakref import WeakKeyDictionary
 
 import torch
 from torch import Tensor, nn
+from torch._guards import detect_fake_mode
 
 from stochbn.distributions.base import Distribution
 from stochbn.distributions.draws import Draws
@@ -48,7 +49,7 @@ class Sampler:
         self._seed = seed
         self._num_masks = num_masks
         self._device = device_of(model)
-        self._block = (range(0), Drawn({}, {}, torch.arange(0)))  # the draws at hand
+        self._block = (range(0), Drawn({}, {}, torch.arange(0, device=self._device)))  # the draws at hand
         self.num_draws = len(source) if isinstance(source, Draws) else num_samples
         self.temperature = 1.0
         if source is not None:
@@ -105,7 +106,8 @@ def _sample(source: Distribution, count: int, seed: int, first: int) -> Draws:
     if last is not None and last[0] == asked:
         return last[1]
     draws = source.sample(count, seed=seed, first=first)
-    _LAST[source] = (asked, draws)
+    if detect_fake_mode() is None:  # or they are no numbers
+        _LAST[source] = (asked, draws)
     return draws
 
 

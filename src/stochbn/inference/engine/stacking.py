@@ -16,7 +16,7 @@ from stochbn.inference.engine.dropout import DropoutSites, dropout_key, dropout_
 from stochbn.inference.engine.identity import identify_model
 from stochbn.inference.engine.sampling import Drawn
 from stochbn.statistics.calls import Call, Called
-from stochbn.statistics.items import copy_to, num_examples
+from stochbn.statistics.items import copy_to, describe, num_examples
 from stochbn.statistics.layers import buffer_names
 from stochbn.statistics.normalization import BatchNormCall, call_answered
 from stochbn.statistics.restoring import keeping_tensors
@@ -37,6 +37,12 @@ class Output(Called):
                 f"Expected the model to return a floating-point tensor with a row an input, got {got}. "
                 "Pick it out with call=, for example call=lambda model, x: model(x)['out']."
             )
+        if output.shape[0] != (count := num_examples(item)):
+            raise ValueError(
+                f"Expected a row of output for each of {count} inputs of {describe(item)}, whose first tensor counts "
+                f"them, got {output.shape[0]} rows. If an input has several, group them: "
+                "call=lambda model, x: model(x).unflatten(0, (x.shape[0], -1)).transpose(1, 2)."
+            )
         return output
 
 
@@ -52,7 +58,7 @@ class Stacking:
 
     def __init__(self, model: nn.Module, call: Call, dropout_seed: int | None, *, is_kept: bool = False) -> None:
         self.output = Output(make_twin(model), call)
-        self._draw = torch.zeros((), dtype=torch.int64)
+        self._draw = torch.zeros((), dtype=torch.int64, device="cpu")
         self._sites: DropoutSites | None = None
         if dropout_seed is not None:
 
