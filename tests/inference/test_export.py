@@ -144,6 +144,9 @@ def test_mistakes_leave_no_file(
         pytest.warns(UserWarning, match="cannot be vectorised"),
     ):
         stochbn.export(branches, stats, x, path, num_samples=3)
+    with pytest.raises(ValueError, match=r"can be written as .onnx, got Branches: .*stochbn.Predictor") as error:
+        stochbn.export(branches, None, x, path)
+    assert "\n" not in str(error.value)
     monkeypatch.setattr("stochbn.inference.export.importlib.util.find_spec", lambda _: None)
     with pytest.raises(ModuleNotFoundError, match=r"Expected onnx for .onnx files. pip install 'stochbn\[export\]'"):
         stochbn.export(model, stats, x, path)

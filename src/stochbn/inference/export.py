@@ -19,6 +19,7 @@ from torch.export import Dim
 
 from stochbn.distributions.base import Distribution
 from stochbn.inference.engine.captured import CaptureError
+from stochbn.inference.engine.code import first_line
 from stochbn.inference.engine.graph import Flat
 from stochbn.inference.engine.network import Network
 from stochbn.inference.engine.sampling import Source
@@ -27,6 +28,7 @@ from stochbn.inference.prediction import Average, Link, Prediction
 from stochbn.statistics.calls import Call
 from stochbn.statistics.checks import check_whole
 from stochbn.statistics.items import fill, has_rows, num_examples, rows, tensors_in
+from stochbn.statistics.restoring import raise_if_interrupted
 from stochbn.statistics.twin import make_twin
 
 OUTPUTS = {
@@ -112,7 +114,17 @@ def export(
         draft = Path(folder) / target.name
         with torch.no_grad(), warnings.catch_warnings():
             warnings.simplefilter("ignore")  # torch's, about its own exporters
-            write(whole, example, _describe(stats, options), draft)
+            try:
+                write(whole, example, _describe(stats, options), draft)
+            except Exception as error:
+                raise_if_interrupted(error)
+                cause: BaseException = error
+                while cause.__cause__ is not None:  # torch's exporters say what is wrong in the first error of several
+                    cause = cause.__cause__
+                raise ValueError(
+                    f"Expected a model that can be written as {target.suffix}, got {type(networks[0].model).__name__}: "
+                    f"{first_line(cause)}. Try the other kind of file, or predict with stochbn.Predictor."
+                ) from error
             found = run(draft, tensors_in(example))
         difference = _compare(found, expected, OUTPUTS[link])
         os.replace(draft, target)
@@ -273,7 +285,7 @@ def _describe(stats: Source | Sequence[Source], options: Mapping[str, Any]) -> d
     sources = stats if isinstance(stats, (list, tuple)) else [stats]
     about = {name: str(value) for name, value in options.items()}
     about |= {"made_by": f"stochbn {importlib.metadata.version('stochbn')}", "statistics": "; ".join(map(str, sources))}
-    for source in sources[:1]:
-        if isinstance(source, Distribution) and source.tuning is not None:
-            about |= {"spread": str(source.tuning.spread), "temperature": str(source.tuning.temperature)}
+    tunings = [source.tuning for source in sources if isinstance(source, Distribution) and source.tuning is not None]
+    for name in ("spread", "temperature") if tunings else ():
+        about[name] = "; ".join(dict.fromkeys(str(getattr(tuning, name)) for tuning in tunings))  # each once
     return about
