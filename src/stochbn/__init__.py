@@ -18,7 +18,17 @@ from stochbn.inference.export import export
 from stochbn.inference.predict import Predictor, predict
 from stochbn.inference.prediction import Prediction
 from stochbn.inference.tune import tune
-from stochbn.uncertainty import brier, ece, entropy, error, expected_entropy, mutual_information, nll
+from stochbn.uncertainty import (
+    aurc,
+    brier,
+    ece,
+    entropy,
+    error,
+    expected_entropy,
+    fpr95,
+    mutual_information,
+    nll,
+)
 
 __version__ = "0.1.0"
 
@@ -33,6 +43,7 @@ __all__ = [
     "Predictor",
     "Tracker",
     "Tuning",
+    "aurc",
     "brier",
     "ece",
     "entropy",
@@ -41,6 +52,7 @@ __all__ = [
     "expected_entropy",
     "export",
     "fit",
+    "fpr95",
     "load",
     "lower_bound",
     "mutual_information",
