@@ -5,6 +5,7 @@ pred = stochbn.predict(model, stats, x)
 pred.probs, pred.entropy
 """
 
+from stochbn.decisions import AbstainRule, FlagRule, abstain, flag, load_rule
 from stochbn.distributions.base import Distribution, Tuning
 from stochbn.distributions.draws import Draws
 from stochbn.distributions.empirical import Empirical
@@ -33,16 +34,19 @@ from stochbn.uncertainty import (
 __version__ = "0.1.0"
 
 __all__ = [
+    "AbstainRule",
     "Distribution",
     "Draws",
     "Empirical",
     "Factorized",
+    "FlagRule",
     "LowRank",
     "LowerBound",
     "Prediction",
     "Predictor",
     "Tracker",
     "Tuning",
+    "abstain",
     "aurc",
     "brier",
     "ece",
@@ -52,8 +56,10 @@ __all__ = [
     "expected_entropy",
     "export",
     "fit",
+    "flag",
     "fpr95",
     "load",
+    "load_rule",
     "lower_bound",
     "mutual_information",
     "nll",
