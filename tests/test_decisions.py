@@ -17,7 +17,7 @@ from scipy.stats import beta, binom
 from torch import Tensor
 
 import stochbn
-from stochbn.decisions import STEP, clopper_pearson
+from stochbn.decisions import clopper_pearson
 from stochbn.inference.prediction import Average
 
 NUM_SETS = 1000
@@ -126,10 +126,11 @@ def test_abstain_equals_a_brute_force_search(digits: int) -> None:
         pred = doubtful(doubt)
         scores, wrong = (1 - pred.confidence).numpy(), labels.numpy()
         tried = 0  # as many as are of use when they share the level
-        while 0.95 ** (num / STEP**tried) <= 0.05 / (tried + 1):
+        step = 1 + 0.5 / math.sqrt(0.05 * num)
+        while 0.95 ** (num / step**tried) <= 0.05 / (tried + 1):
             tried += 1
         best = (0, 0, 1.0)
-        for count in (int(num / STEP**step) for step in range(tried)):
+        for count in (int(num / step**number) for number in range(tried)):
             inside = scores < np.append(np.sort(scores), np.inf)[count]
             if inside.sum() > 0 and wrong[inside].sum() < inside.sum():
                 errors = wrong[inside].sum()
@@ -218,7 +219,7 @@ def test_too_few_for_a_risk_says_what_they_would_prove() -> None:
 def test_a_risk_that_no_threshold_reaches() -> None:
     pred = drawn(num=600)
     with pytest.warns(
-        UserWarning, match=r"No threshold.*risk of 0\.01, so the rule accepts nothing: the best bound is"
+        UserWarning, match=r"No threshold.*risk of 0\.01, so the rule accepts nothing: the lowest error is"
     ):
         rule = stochbn.abstain(pred, (pred.classes + 1) % 3)
     assert not rule(pred).any()

@@ -101,11 +101,12 @@ def test_tutorial_does_what_it_says(tmp_path: Path, monkeypatch: pytest.MonkeyPa
     assert unknown.entropy.median() > 2 * pred.entropy.median()
     assert unknown.epistemic.median() > 2 * pred.epistemic.median()
     answered, wrong = names["answered"], pred.probs.argmax(1) != y
-    # Two standard errors of three quarters, over 2,000 held-out and 1,600 test waves.
-    assert answered.float().mean() == pytest.approx(0.75, abs=2 * (0.19 / 2000 + 0.19 / 1600) ** 0.5)
+    flag, accept = names["flag"], names["accept"]
+    assert 0.7 < accept.coverage < 0.8
+    # Two standard errors, over 2,000 held-out and 1,600 test waves; for the rate of flags below too.
+    assert answered.float().mean() == pytest.approx(accept.coverage, abs=2 * (0.19 / 2000 + 0.19 / 1600) ** 0.5)
     assert wrong[answered].float().mean() <= 0.03
     assert wrong[~answered].float().mean() > 0.2
-    flag, accept = names["flag"], names["accept"]
     assert flag(pred).float().mean() == pytest.approx(0.05, abs=2 * (0.05 / 2000 + 0.05 / 1600) ** 0.5)
     assert flag(unknown).float().mean() > 0.2
     assert accept(unknown).float().mean() < 0.5

@@ -17,6 +17,7 @@ from fractions import Fraction
 from pathlib import Path
 from typing import Any, Literal, TypeVar, get_args
 
+import torch
 from torch import Tensor
 
 from stochbn.distributions.files import write_atomically
@@ -26,10 +27,6 @@ from stochbn.uncertainty import class_indices
 
 By = Literal["entropy", "aleatoric", "epistemic", "confidence", "std"]
 FORMAT_VERSION = 1
-# Each threshold that is tried accepts so many times the inputs of the next. Finer steps come nearer to the best
-# coverage, but share the level among more. In simulations with 5,000 and 10,000 inputs, and errors that rise with the
-# score in three ways, 1.15 accepted the most of all from 1.1 to 1.5, or nearly so; below 1,000 inputs 1.25 was as good.
-STEP = 1.15
 
 
 @dataclass(frozen=True)
@@ -135,8 +132,8 @@ def abstain(
     shown to keep it, the one that accepts the most is taken; where there is none, the rule accepts nothing and a
     warning says so.
 
-    Thresholds that accept N, N / 1.15, N / 1.15², … of the held-out inputs are tried, down to where even no error at
-    all would prove nothing. These numbers follow from N, `risk` and `confidence` alone. A threshold is the score of the
+    Thresholds that accept N, N / s, N / s², … of the held-out inputs are tried, m in all, down to where even no error
+    would prove nothing. These numbers follow from N, `risk` and `confidence` alone. A threshold is the score of the
     next input, and accepts those strictly below it. Given that score and their number k, they are k independent inputs
     of those that the rule accepts, with ties or without. So their errors are binomial, and the Clopper–Pearson bound at
     level (1 − confidence) / m is exact; by the union bound all m hold at once, whichever is chosen.
@@ -299,7 +296,7 @@ def _log_tail(num_errors: int, num_inputs: int, p: float) -> float:
     for i in range(k, -1, -1):
         total += term
         term *= i / (n - i + 1) * (1 - p) / p
-        if term < 1e-17 * total:  # p is above k / n, so terms fall, and faster and faster
+        if term < 1e-17 * total:  # p is above k / n, so terms fall, faster and faster
             break
     return first + math.log(total)
 
@@ -307,8 +304,11 @@ def _log_tail(num_errors: int, num_inputs: int, p: float) -> float:
 def _search(scores: Tensor, wrong: Tensor, risk: float, miss: float) -> tuple[float, float, int, int]:
     """Returns the threshold, its bound, and how many inputs are below it and wrong."""
     num_inputs = len(scores)
+    # Finer steps come nearer to the best coverage, but share the level among more. N · risk errors are known to a
+    # relative 1 / √(N · risk). Half of that accepted more than a step of 1.15 in 14 of 15 simulations, N from 5,000 up.
+    step = 1 + 0.5 / math.sqrt(num_inputs * risk)
     num_tried = 0
-    while num_inputs / STEP**num_tried >= _least_inputs(risk, miss / (num_tried + 1)):
+    while num_inputs / step**num_tried >= _least_inputs(risk, miss / (num_tried + 1)):
         num_tried += 1
     nothing = (-math.inf, 1.0, 0, 0)
     if num_tried == 0:
@@ -320,21 +320,20 @@ def _search(scores: Tensor, wrong: Tensor, risk: float, miss: float) -> tuple[fl
         return nothing
     ordered, order = scores.sort()
     num_wrong = wrong[order].cumsum(0)
-    tried = []
-    for step in range(num_tried):
-        below = int(num_inputs / STEP**step)
+    level = miss / num_tried
+    lowest, of = 1.0, 0
+    for below in (int(num_inputs / step**number) for number in range(num_tried)):
         threshold = float(ordered[below]) if below < num_inputs else math.inf
-        accepted = int((ordered < threshold).sum())
-        if accepted:
-            errors = int(num_wrong[accepted - 1])
-            bound = clopper_pearson(errors, accepted, miss / num_tried)
-            if bound <= risk:
-                return threshold, bound, accepted, errors
-            tried.append((bound, accepted))
-    best, accepted = min(tried, default=(1.0, 0))
+        accepted = int(torch.searchsorted(ordered, threshold))  # strictly below it
+        errors = int(num_wrong[accepted - 1]) if accepted else 0
+        # As many errors as the risk allows prove nothing, and the tail is summed from above the mean alone.
+        if errors < risk * accepted and _log_tail(errors, accepted, risk) <= math.log(level):
+            return threshold, clopper_pearson(errors, accepted, level), accepted, errors
+        if accepted and errors / accepted <= lowest:
+            lowest, of = errors / accepted, accepted
     warnings.warn(
-        f"No threshold is shown to keep a risk of {risk:g}, so the rule accepts nothing: the best bound is {best:.2g}, "
-        f"on {accepted} of {num_inputs} inputs. Pass more held-out data or a higher risk.",
+        f"No threshold is shown to keep a risk of {risk:g}, so the rule accepts nothing: the lowest error is "
+        f"{lowest:.2g}, on {of} of {num_inputs} inputs. Pass more held-out data or a higher risk.",
         stacklevel=3,
     )
     return nothing
