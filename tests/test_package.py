@@ -25,6 +25,7 @@ ROOMS = {
         *("verification", "network"),
     ],
     "inference": ["prediction", "adaptive", "predict", "export", "tune", "exact"],
+    "decisions": None,
     "experiments.data": ["sources", "publications", "embedded", "splits", "corruptions"],
     "experiments.training": ["networks", "recipes", "checkpoints", "train"],
     "experiments.methods": None,
@@ -46,7 +47,7 @@ def test_every_public_name_is_documented(name: str) -> None:
     documented = getattr(stochbn, name)
     assert documented.__doc__
     # The abstract class, and what functions return, are shown where they are made.
-    if name not in {"Distribution", "Tuning", "Prediction", "LowerBound", "Tracker"}:
+    if name not in {"Distribution", "Tuning", "Prediction", "LowerBound", "Tracker", "AbstainRule", "FlagRule"}:
         assert ">>>" in documented.__doc__
 
 

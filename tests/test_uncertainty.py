@@ -8,7 +8,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 from scipy.stats import entropy as scipy_entropy
-from sklearn.metrics import log_loss
+from sklearn.metrics import log_loss, roc_curve
 from torch import Tensor
 
 import stochbn
@@ -84,6 +84,10 @@ def test_trailing_shape() -> None:
     probs = torch.randn(6, 4, 3, 2).softmax(1)
     targets = torch.randint(4, (6, 3, 2))
     flat, flat_targets = probs.permute(0, 2, 3, 1).reshape(-1, 4), targets.reshape(-1)
+    uncertainty = stochbn.entropy(probs)
+    torch.testing.assert_close(
+        stochbn.aurc(probs, targets, uncertainty), stochbn.aurc(flat, flat_targets, uncertainty.flatten())
+    )
     for score in (stochbn.nll, stochbn.error, stochbn.brier, stochbn.ece):
         torch.testing.assert_close(score(probs, targets), score(flat, flat_targets))
     assert stochbn.entropy(probs).shape == (6, 3, 2)
@@ -102,3 +106,38 @@ def test_bad_targets(score: object) -> None:
             score(probs, targets)  # type: ignore[operator]
     with pytest.raises(ValueError, match="empty"):
         score(torch.ones(0, 2), torch.ones(0, dtype=torch.long))  # type: ignore[operator]
+
+
+@pytest.mark.parametrize("digits", [1, 8])
+def test_aurc_equals_the_mean_over_random_orders(digits: int) -> None:
+    probs, targets = random_samples(1, 30)[0], torch.randint(4, (30,))
+    uncertainty = stochbn.entropy(probs).round(decimals=digits)  # with ties, and without
+    wrong = (probs.argmax(1) != targets).numpy()
+    random = np.random.default_rng(0)
+    areas = []
+    for _ in range(2000):
+        order = np.lexsort((random.random(30), uncertainty.numpy()))  # by uncertainty, then at random
+        areas.append(np.mean(np.cumsum(wrong[order]) / np.arange(1, 31)))
+    tolerance = 3 * np.std(areas) / math.sqrt(len(areas)) + 1e-12
+    assert stochbn.aurc(probs, targets, uncertainty).item() == pytest.approx(np.mean(areas), abs=tolerance)
+
+
+def test_aurc_of_no_information_is_the_error() -> None:
+    probs, targets = random_samples(1)[0], torch.randint(4, (40,))
+    assert stochbn.aurc(probs, targets, torch.zeros(40)).item() == pytest.approx(stochbn.error(probs, targets).item())
+    with pytest.raises(ValueError, match=r"one uncertainty for each target, \(40,\), got \(39,\)"):
+        stochbn.aurc(probs, targets, torch.zeros(39))
+
+
+@pytest.mark.parametrize("num", [1, 19, 20, 21, 60, 333])
+def test_fpr95_equals_that_of_the_roc_curve(num: int) -> None:
+    known, other = torch.randn(50).double().round(decimals=1), (1 + torch.randn(num).double()).round(decimals=1)
+    truth = np.r_[np.zeros(50), np.ones(num)]
+    false, true, _ = roc_curve(truth, np.r_[known, other], drop_intermediate=False)
+    assert stochbn.fpr95(known, other).item() == pytest.approx(false[np.argmax(true >= 0.95 - 1e-12)])
+
+
+def test_fpr95_needs_inputs_on_both_sides() -> None:
+    for known, other in ((torch.ones(0), torch.ones(2)), (torch.ones(2), torch.tensor([math.nan]))):
+        with pytest.raises(ValueError, match="finite uncertainties of shape"):
+            stochbn.fpr95(known, other)

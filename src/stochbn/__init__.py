@@ -5,6 +5,7 @@ pred = stochbn.predict(model, stats, x)
 pred.probs, pred.entropy
 """
 
+from stochbn.decisions import AbstainRule, FlagRule, abstain, flag, load_rule
 from stochbn.distributions.base import Distribution, Tuning
 from stochbn.distributions.draws import Draws
 from stochbn.distributions.empirical import Empirical
@@ -18,21 +19,35 @@ from stochbn.inference.export import export
 from stochbn.inference.predict import Predictor, predict
 from stochbn.inference.prediction import Prediction
 from stochbn.inference.tune import tune
-from stochbn.uncertainty import brier, ece, entropy, error, expected_entropy, mutual_information, nll
+from stochbn.uncertainty import (
+    aurc,
+    brier,
+    ece,
+    entropy,
+    error,
+    expected_entropy,
+    fpr95,
+    mutual_information,
+    nll,
+)
 
 __version__ = "0.1.0"
 
 __all__ = [
+    "AbstainRule",
     "Distribution",
     "Draws",
     "Empirical",
     "Factorized",
+    "FlagRule",
     "LowRank",
     "LowerBound",
     "Prediction",
     "Predictor",
     "Tracker",
     "Tuning",
+    "abstain",
+    "aurc",
     "brier",
     "ece",
     "entropy",
@@ -41,7 +56,10 @@ __all__ = [
     "expected_entropy",
     "export",
     "fit",
+    "flag",
+    "fpr95",
     "load",
+    "load_rule",
     "lower_bound",
     "mutual_information",
     "nll",

@@ -113,6 +113,55 @@ def ece(probs: Tensor, targets: Tensor, num_bins: int = 15) -> Tensor:
     return gaps.abs().sum() / confidence.numel()
 
 
+def aurc(probs: Tensor, targets: Tensor, uncertainty: Tensor) -> Tensor:
+    """Area under the risk-coverage curve: the error among the k most certain inputs, averaged over k = 1, …, N.
+
+    It is low where the mistakes are the most uncertain; by chance it is the error itself. Inputs of equal uncertainty
+    count as in random order: each has their mean error.
+
+    Shape:
+        (N, K, *), (N, *), (N, *) → ().
+
+    Examples:
+        >>> probs, targets = torch.tensor([[0.9, 0.1], [0.6, 0.4]]), torch.tensor([0, 1])
+        >>> aurc(probs, targets, entropy(probs)), aurc(probs, targets, -entropy(probs))
+        (tensor(0.2500), tensor(0.7500))
+    """
+    class_indices(probs, targets)
+    if uncertainty.shape != targets.shape:
+        raise ValueError(
+            f"Expected one uncertainty for each target, {tuple(targets.shape)}, got {tuple(uncertainty.shape)}. "
+            "Pass pred.entropy, for example."
+        )
+    wrong = (probs.argmax(1) != targets).double().flatten()  # whole counts, which float32 would round
+    _, places, sizes = uncertainty.flatten().unique(return_inverse=True, return_counts=True)  # in ascending order
+    means = torch.zeros(len(sizes), dtype=wrong.dtype, device=wrong.device).index_add(0, places, wrong) / sizes
+    num_kept = torch.arange(1, len(wrong) + 1, device=wrong.device)
+    risks: Tensor = means.repeat_interleave(sizes).cumsum(0) / num_kept
+    return risks.mean().to(probs.dtype)
+
+
+def fpr95(known: Tensor, other: Tensor) -> Tensor:
+    """False-positive rate at 95 % found: the share of known inputs as uncertain as 95 % of the others, or more.
+
+    Shape:
+        (N,), (M,) → (), of uncertainties of known inputs and of those to be found, such as out-of-domain ones.
+
+    Examples:
+        >>> fpr95(torch.tensor([0.1, 0.2, 0.5]), torch.tensor([0.4, 0.9]))
+        tensor(0.3333)
+    """
+    for values in (known, other):
+        if values.dim() != 1 or values.numel() == 0 or not values.isfinite().all():
+            raise ValueError(
+                f"Expected finite uncertainties of shape (N,) and (M,), got {tuple(known.shape)} and "
+                f"{tuple(other.shape)}. Pass pred.entropy of one input or more each."
+            )
+    num_spared = len(other) * 5 // 100  # of the others, in whole numbers: 0.95 M may be rounded up
+    threshold = other.sort().values[num_spared]
+    return (known >= threshold).to(known.dtype).mean()
+
+
 def entropy_terms(probs: Tensor) -> Tensor:
     """Returns −p log p, 0 at p = 0, with a finite gradient there too."""
     return probs * probs.clamp_min(torch.finfo(probs.dtype).tiny).log().neg()

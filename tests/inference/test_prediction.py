@@ -1,12 +1,13 @@
 """Averages of draws, and the uncertainties that follow from them."""
 
 import math
+from dataclasses import replace
 
 import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
-from torch import nn
+from torch import Tensor, nn
 
 import stochbn
 from oracles import centred
@@ -66,3 +67,48 @@ def test_softmax_needs_classes(shape: tuple[int, ...]) -> None:
     model = nn.Sequential(nn.BatchNorm1d(1), nn.Flatten(0) if len(shape) == 1 else nn.Identity())
     with pytest.raises(ValueError, match=r"K ≥ 2 classes for link='softmax'.*link='sigmoid'"):
         stochbn.predict(model, centred(model), torch.randn(5, 1), num_samples=3)
+
+
+@pytest.mark.parametrize("link", ["softmax", "sigmoid", "identity"])
+@pytest.mark.parametrize("keep_samples", [True, False])
+def test_some_inputs_of_a_prediction_are_what_they_are_alone(link: str, keep_samples: bool) -> None:
+    outputs = torch.randn(4, 6, 3, 2)
+
+    def predict(rows: slice | Tensor) -> stochbn.Prediction:
+        average = Average(link, keep_samples)
+        average.add(outputs[:, rows])
+        return replace(average.prediction(), counts=torch.arange(6)[rows])
+
+    whole = predict(slice(None))
+    for rows in (torch.tensor([5, 0]), torch.tensor([True, False] * 3), slice(1, 4)):
+        found, alone = whole[rows], predict(rows)
+        assert (found.link, found.num_samples, len(found)) == (link, 4, len(alone))
+        for name in ("mean", "std", "samples", "expected_entropy", "counts"):
+            torch.testing.assert_close(getattr(found, name), getattr(alone, name))
+    assert len(whole[torch.zeros(6) > 0]) == 0
+
+
+@pytest.mark.parametrize("rows", [3, torch.tensor(3), torch.ones(2, 2) > 0, [0, 1], (0, 1)])
+def test_inputs_are_selected_along_their_axis(rows: object) -> None:
+    average = Average("softmax", keep_samples=False)
+    average.add(torch.randn(1, 4, 3))
+    with pytest.raises(TypeError, match=r"a mask \(N,\), a tensor of indices or a slice.*pred\[3:4\]"):
+        average.prediction()[rows]  # type: ignore[index]
+
+
+def test_classes_and_their_confidence() -> None:
+    average = Average("softmax", keep_samples=False)
+    average.add(torch.randn(3, 5, 4, 2))
+    pred = average.prediction()
+    assert torch.equal(pred.classes, pred.probs.argmax(1))
+    assert torch.equal(pred.confidence, pred.probs.max(1).values)
+    average = Average("sigmoid", keep_samples=False)
+    average.add(torch.tensor([[[2.0, -2.0, 0.0]]]))
+    pred = average.prediction()
+    assert pred.classes.tolist() == [[1, 0, 0]]
+    torch.testing.assert_close(pred.confidence, torch.tensor([[2.0, 2.0, 0.0]]).sigmoid())
+    average = Average("identity", keep_samples=False)
+    average.add(torch.randn(2, 5, 1))
+    for name in ("classes", "confidence"):
+        with pytest.raises(AttributeError, match=f"'softmax' or 'sigmoid' for {name}, got 'identity'"):
+            getattr(average.prediction(), name)

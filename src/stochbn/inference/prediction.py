@@ -1,7 +1,7 @@
 """Draws' outputs → prediction: links, streaming averages, and the uncertainties that follow from them."""
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, Literal
 
 import torch
@@ -21,6 +21,8 @@ class Prediction:
     With link "softmax" an input has K class probabilities, at every place of a trailing shape `*` if there is one (the
     pixels of a segmentation). With "sigmoid" each output is the probability of a label of its own. With "identity"
     outputs are raw, as in regression: they have `mean` and `std`, and no entropy.
+
+    `pred[mask]`, `pred[indices]` and `pred[start:stop]` are the predictions of some of the inputs.
 
     Attributes:
         link: How outputs became what is averaged.
@@ -45,6 +47,18 @@ class Prediction:
         """(N, K, *) predictive probabilities, eq. 3."""
         self._require_probabilities("probs")
         return self.mean
+
+    @property
+    def classes(self) -> Tensor:
+        """(N, *) the most probable class. (N, K, *) with "sigmoid": 1 where a label is more probable than not, or 0."""
+        self._require_probabilities("classes")
+        return (self.mean > 0.5).long() if self.link == "sigmoid" else self.mean.argmax(1)
+
+    @property
+    def confidence(self) -> Tensor:
+        """(N, *) probability of `classes`, at most 1. (N, K, *) with "sigmoid"."""
+        self._require_probabilities("confidence")
+        return torch.maximum(self.mean, 1 - self.mean) if self.link == "sigmoid" else self.mean.amax(1)
 
     @property
     def entropy(self) -> Tensor:
@@ -72,6 +86,23 @@ class Prediction:
 
     def __len__(self) -> int:
         return self.mean.shape[0]
+
+    def __getitem__(self, rows: slice | Tensor) -> "Prediction":
+        """Returns the predictions of the inputs that a mask (N,), a tensor of indices or a slice selects."""
+        # A number would drop the axis of inputs, which all that follows needs.
+        if not isinstance(rows, slice) and not (isinstance(rows, Tensor) and rows.dim() == 1):
+            got = f"a tensor {tuple(rows.shape)}" if isinstance(rows, Tensor) else repr(rows)
+            raise TypeError(
+                f"Expected a mask (N,), a tensor of indices or a slice, got {got}. Pass pred[3:4] for input 3 alone."
+            )
+        return replace(
+            self,
+            mean=self.mean[rows],
+            std=self.std[rows],
+            samples=None if self.samples is None else self.samples[:, rows],
+            expected_entropy=None if self.expected_entropy is None else self.expected_entropy[rows],
+            counts=None if self.counts is None else self.counts[rows],
+        )
 
     def __repr__(self) -> str:
         shape = "×".join(map(str, self.mean.shape))

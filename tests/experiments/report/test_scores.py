@@ -6,6 +6,7 @@ import pytest
 import torch
 from sklearn import metrics
 
+import stochbn
 from stochbn.experiments.files import PARTS, File, prediction_path
 from stochbn.experiments.methods import METHODS
 from stochbn.experiments.report.scores import Output, Ranking, Scored, detect, measure, score
@@ -80,6 +81,7 @@ def test_detection_against_the_roc_curve(num):
     false, true, _ = metrics.roc_curve(truth, values, drop_intermediate=False)
     found = detect(known, other)
     assert found["fpr95"] == pytest.approx(false[np.argmax(true >= 0.95 - 1e-12)])
+    assert found["fpr95"] == stochbn.fpr95(torch.from_numpy(known), torch.from_numpy(other)).item()
     assert found["auroc"] == pytest.approx(metrics.auc(false, true))
     assert found["aupr"] == pytest.approx(metrics.average_precision_score(truth, values))
 
