@@ -74,7 +74,7 @@ def bench(
     start = time.perf_counter()
     with warnings.catch_warnings():
         # Random networks on random images; and a fallback to the loop would be timed as if it were ours.
-        warnings.filterwarnings("ignore", message="The loader does not look like the training data")
+        warnings.filterwarnings("ignore", message="The loader does not (look|seem)|The model has seen")
         warnings.filterwarnings("error", message=".*cannot be vectorised over draws")
         results = describe(_command(settings, quick)) | {"settings": asdict(settings), "notes": NOTES}
         results |= measure(settings, console, gemm_sizes=(256,) if quick else GEMM_SIZES)

@@ -103,7 +103,7 @@ class Subject:
         """Real mini-batches of the last BatchNorm layer, inputs counted in: what the guide recommends."""
         batches = [self.images(self.kind.batch_size) for _ in range(NUM_MINI_BATCHES)]
         with warnings.catch_warnings():
-            warnings.filterwarnings("ignore", message="The loader does not look like the training data")
+            warnings.filterwarnings("ignore", message="The loader does not (look|seem)|The model has seen")
             return stochbn.fit(self.model, batches, layers="last", family="empirical", conditioned=True, progress=False)
 
     @cache  # noqa: B019 - there are four subjects in a run

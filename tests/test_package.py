@@ -18,10 +18,12 @@ ROOMS = {
         *("checks", "items", "calls", "mini_batches", "layers", "moments", "normalization", "restoring", "twin"),
         "progress",
     ],
-    "distributions": ["seeds", "draws", "base", "factorized", "lowrank", "empirical", "files", "fit", "track"],
+    "distributions": [
+        *("seeds", "draws", "base", "factorized", "lowrank", "empirical", "files", "mistakes", "fit", "track"),
+    ],
     "uncertainty": None,
     "inference.engine": [
-        *("affine", "dropout", "sampling", "stacking", "captured", "folding", "code", "graph", "identity"),
+        *("affine", "dropout", "sampling", "captured", "identity", "stacking", "folding", "code", "graph"),
         *("verification", "network"),
     ],
     "inference": ["prediction", "adaptive", "predict", "export", "tune", "exact"],

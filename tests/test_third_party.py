@@ -75,6 +75,7 @@ NETWORKS: dict[str, tuple[Callable[[], nn.Module], tuple[int, ...]]] = {
 }
 
 
+@pytest.mark.filterwarnings("ignore:The model has seen")  # it was calibrated on batches of 8
 @pytest.mark.parametrize("kind", NETWORKS)
 def test_fit_and_predict(kind: str) -> None:
     build, shape = NETWORKS[kind]

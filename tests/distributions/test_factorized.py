@@ -23,6 +23,7 @@ def test_merged_halves_of_the_data_equal_the_whole(model: nn.Module, batches: li
         torch.testing.assert_close(merged.layers[name].moments.variance, layer.moments.variance, rtol=1e-9, atol=0)
 
 
+@pytest.mark.filterwarnings("ignore:The model has seen")
 def test_fits_that_do_not_merge(model: nn.Module, batches: list[Tensor]) -> None:
     stats = stochbn.fit(model, batches, progress=False)
     for other in (

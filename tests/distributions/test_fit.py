@@ -153,6 +153,7 @@ def test_the_standard_error_is_that_of_repeated_fits(model: nn.Module) -> None:
     assert 0.7 < (centres.std(0) / stated).median() < 1.3
 
 
+@pytest.mark.filterwarnings("ignore:The model has seen")
 def test_the_progress_bar_tells_the_standard_error(
     model: nn.Module, batches: list[Tensor], capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:

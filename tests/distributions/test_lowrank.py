@@ -3,6 +3,7 @@
 import math
 
 import numpy as np
+import pytest
 import torch
 from torch import Tensor, nn
 
@@ -55,6 +56,7 @@ def test_a_full_rank_sketch_is_the_covariance(model: nn.Module, batches: list[Te
     np.testing.assert_allclose(factors.T @ factors, np.cov(rows.T), rtol=1e-4, atol=1e-6)
 
 
+@pytest.mark.filterwarnings("ignore:The loader does not seem to be shuffled")  # mini-batches share factors
 def test_low_rank_draws_have_the_marginals_and_the_correlations() -> None:
     torch.manual_seed(1)
     common = torch.randn(400, 1, 1)

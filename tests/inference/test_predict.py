@@ -414,7 +414,7 @@ def test_bad_options(model: nn.Module, stats: stochbn.Factorized, x: Tensor) -> 
         stochbn.predict([], None, x)
     with pytest.raises(TypeError, match=r"got dict\. Check the order of the arguments"):
         stochbn.predict({}, None, x)
-    with pytest.raises(TypeError, match="iterable of batches, got ndarray"):
+    with pytest.raises(TypeError, match=r"tensors or batches of them, got ndarray\. Pass torch.from_numpy"):
         stochbn.predict(model, stats, x.numpy())
     with pytest.raises(TypeError, match=r"num_samples to be a whole number, got 50\.0"):
         stochbn.predict(model, stats, x, num_samples=50.0)

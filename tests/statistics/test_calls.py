@@ -48,3 +48,20 @@ def test_faults_of_the_model_stay_what_they_are() -> None:
 def test_call_that_does_not_fit_names_the_remedy(item: object) -> None:
     with pytest.raises(TypeError, match=r"that Two can take, got .* Pass call= .*call=lambda model, batch"):
         call_on_item(Two(), item)
+
+
+def test_an_input_without_a_batch_and_the_advice() -> None:
+    model = nn.Sequential(nn.Conv2d(1, 2, 3), nn.BatchNorm2d(2)).eval()
+    x = torch.rand(1, 8, 8)
+    with pytest.raises(RuntimeError, match=r"can take, got Tensor\[1, 8, 8\] .*a single one as x.unsqueeze\(0\)"):
+        call_on_inputs(model, x)
+    assert call_on_inputs(model, x.unsqueeze(0)).shape == (1, 2, 6, 6)
+
+
+def test_a_value_error_of_the_models_own_is_passed_on() -> None:
+    class Refuses(nn.Module):
+        def forward(self, x: Tensor) -> Tensor:
+            raise ValueError("no")
+
+    with pytest.raises(ValueError, match=r"^no$"):
+        call_on_inputs(Refuses(), torch.ones(1))

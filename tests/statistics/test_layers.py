@@ -49,3 +49,18 @@ def test_layers_that_match_nothing(model: nn.Module) -> None:
         parameter.requires_grad_(False)
     with pytest.raises(ValueError, match="got none of 3"):  # a wholly frozen model
         find_layers(model, lambda name, layer: layer.weight.requires_grad)
+
+
+class FrozenBatchNorm2d(nn.Module):
+    """As in detection libraries."""
+
+
+def test_frozen_layers_are_named() -> None:
+    with pytest.raises(ValueError, match=r"Expected BatchNorm layers, got '0\.bn', '1', which are frozen"):
+        stochbn.fit(nn.Sequential(nn.ModuleDict({"bn": FrozenBatchNorm2d()}), FrozenBatchNorm2d()), [])
+
+
+def test_names_that_match_nothing_are_listed_with_the_last_ones() -> None:
+    model = nn.Sequential(*(nn.BatchNorm1d(1) for _ in range(12)))
+    with pytest.raises(ValueError, match=r"The model has '0', '1', '2', '3', 6 more, '10', '11'\."):
+        find_layers(model, ["head.*"])

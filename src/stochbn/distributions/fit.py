@@ -14,6 +14,7 @@ from torch.nn.modules.batchnorm import _BatchNorm
 from stochbn.distributions.base import Collector, Distribution, Layer
 from stochbn.distributions.factorized import Factorized
 from stochbn.distributions.files import FAMILIES
+from stochbn.distributions.mistakes import warn_of_drift, warn_of_order, warn_of_size
 from stochbn.statistics.calls import Call, call_on_inputs, device_of, unwrap, without_labels
 from stochbn.statistics.checks import check_whole, listing
 from stochbn.statistics.items import copy_to, num_examples, rows
@@ -25,13 +26,9 @@ from stochbn.statistics.progress import progress_bar
 from stochbn.statistics.restoring import KeepingModes, keeping_tensors
 from stochbn.statistics.twin import make_twin, reorder_convolutions
 
-# A layer has drifted when half of its channels are this far from the running statistics: one standard deviation, or a
-# factor of 4 in variance. That leaves room for dropout, which raises variances in training and which fitting may leave
-# off: p = 0.5 doubles the second moment of what it passes on.
-MAX_SHIFT = 1.0
-MAX_LOG_RATIO = 1.386
 # Observations are added up, and standard errors computed, after so many forward passes.
 TOGETHER = 10
+COMPARED = 8  # mini-batches whose inputs are compared with each other
 
 
 def fit(
@@ -106,7 +103,8 @@ def fit(
         if last:
             chosen, parts = _keep_last(model, call, chosen, parts)
         collected = Collected(joint=collector, order=chosen)
-        for is_added in _collect(collected, _Pass(model, call, chosen, dropout), parts):
+        run = _Pass(model, call, chosen, dropout)
+        for is_added in _collect(collected, run, parts):
             bar.update()
             if is_added and (progress or standard_error is not None):
                 error = collected.standard_error(chosen)
@@ -120,7 +118,10 @@ def fit(
         )
     moments = collected.distribution(model, chosen, dropout=dropout, conditioned=conditioned)
     stats = moments if collector is None else collector.distribution(moments)
-    _warn_of_drift(stats, model)
+    warn_of_drift(stats, model)
+    warn_of_order(moments, run.normalization.within)
+    if num_batches is None and standard_error is None:
+        warn_of_size(moments, model)
     return stats
 
 
@@ -200,6 +201,9 @@ class _Pass:
             self._is_checked = True
             if self._bears_channels_last(rows(item, 0, num_examples(item) // num_batches)):
                 reorder_convolutions(self._twin)
+        # Some mini-batches show how much inputs differ, which the others need not be searched for.
+        is_enough = sum(map(len, next(iter(self.normalization.within.values()), []))) >= COMPARED
+        self.normalization.num_inputs = 0 if is_enough else num_examples(item)
         self._run(self._twin, self.normalization, item, num_batches)
 
     def _run(self, twin: nn.Module, normalization: BatchNormalization, item: Any, num_batches: int) -> None:
@@ -323,16 +327,3 @@ class Collected:
 def _spans(sizes: list[int]) -> list[tuple[int, int]]:
     """Returns where each of successive parts starts, and its size."""
     return list(zip(itertools.accumulate([0, *sizes]), sizes, strict=False))
-
-
-def _warn_of_drift(stats: Distribution, model: nn.Module) -> None:
-    drifts = stats.drift(model)
-    name, (shift, ratio) = max(drifts.items(), key=lambda d: max(d[1][0] / MAX_SHIFT, d[1][1] / MAX_LOG_RATIO))
-    if shift > MAX_SHIFT or ratio > MAX_LOG_RATIO:
-        warnings.warn(
-            f"The loader does not look like the training data: in layer {name!r} the typical channel's mean is "
-            f"{shift:.2f} standard deviations from the model's running mean, and its variance differs by a factor of "
-            f"{math.exp(ratio):.2f}. Check the preprocessing, or whether the model is trained; "
-            "stats.drift(model) lists all layers.",
-            stacklevel=3,
-        )

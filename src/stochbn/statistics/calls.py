@@ -33,16 +33,20 @@ def _call(model: nn.Module, arguments: Any, item: Any) -> Any:
         if isinstance(arguments, tuple):
             return model(*arguments)
         return model(arguments)
-    except (TypeError, AttributeError, RuntimeError) as error:
-        # Of a tensor, an AttributeError is the model's own fault, and so is a RuntimeError of a special kind.
+    except (TypeError, AttributeError, RuntimeError, ValueError) as error:
+        # Of a tensor, an AttributeError is the model's own fault, and so is an error of a special kind.
         if isinstance(error, AttributeError) and isinstance(arguments, Tensor):
             raise
         if isinstance(error, RuntimeError) and type(error) is not RuntimeError:
             raise
-        kind = RuntimeError if isinstance(error, RuntimeError) else TypeError
+        if isinstance(error, ValueError) and "D input" not in str(error):  # which torch's layers say of missing axes
+            raise
+        kind = TypeError if isinstance(error, (TypeError, AttributeError)) else RuntimeError
+        advice = "Pass call= to say how the model is called, as in call=lambda model, batch: model(batch['image'])."
+        if kind is RuntimeError and isinstance(arguments, Tensor):
+            advice = f"Pass inputs shaped as in training, a single one as x.unsqueeze(0). If they are, p{advice[1:]}"
         raise kind(
-            f"Expected a batch that {type(model).__name__} can take, got {describe(item)} ({error}). Pass call= to say "
-            "how the model is called on it, for example call=lambda model, batch: model(batch['image'])."
+            f"Expected a batch that {type(model).__name__} can take, got {describe(item)} ({error}). {advice}"
         ) from error
 
 

@@ -17,6 +17,13 @@ def check_whole(name: str, value: Any, least: int) -> int:
 
 
 def listing(names: Iterable[str], most: int = 6) -> str:
-    """Quotes names for an error message, the first few."""
-    names = list(names)
-    return ", ".join(map(repr, names[:most])) + (f" and {len(names) - most} more" if len(names) > most else "")
+    """Quotes names for an error message, of many the first few and the last ones.
+
+    Examples:
+        >>> listing("abcdefgh")
+        "'a', 'b', 'c', 'd', 2 more, 'g', 'h'"
+    """
+    names = list(map(repr, names))
+    if len(names) > most:
+        names = [*names[: most - 2], f"{len(names) - most} more", *names[-2:]]
+    return ", ".join(names)

@@ -22,6 +22,12 @@ def all_batch_norms(model: nn.Module) -> dict[str, _BatchNorm]:
     """Finds the BatchNorm layers by name, in the order of the model; at least one."""
     found = {name: module for name, module in model.named_modules() if isinstance(module, _BatchNorm)}
     if not found:
+        frozen = [name for name, module in model.named_modules() if "FrozenBatchNorm" in type(module).__name__]
+        if frozen:
+            raise ValueError(
+                f"Expected BatchNorm layers, got {listing(frozen)}, which are frozen: no mini-batch normalised them in "
+                "training, so there is no spread to fit. Use nn.BatchNorm2d if the model was trained with that."
+            )
         raise ValueError(
             f"Expected a model with batch normalization, got {type(model).__name__} without any BatchNorm layer. "
             "Dropout and Deep Ensembles need none: call predict(model, None, …)."

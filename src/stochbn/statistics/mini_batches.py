@@ -24,7 +24,12 @@ def length(loader: Iterable[Any]) -> int | None:
 def check_loader(loader: Any) -> None:
     """Refuses what is likely to be meant as data but is not batches of it."""
     is_dataset = isinstance(loader, Dataset) and not isinstance(loader, IterableDataset)
-    is_array = isinstance(loader, (Tensor, str)) or hasattr(loader, "__array__")
+    if hasattr(loader, "__array__") and not isinstance(loader, Tensor):
+        raise TypeError(
+            f"Expected tensors or batches of them, got {type(loader).__name__}. Pass torch.from_numpy(x), which is one "
+            "batch for predict, or a DataLoader over a TensorDataset of it."
+        )
+    is_array = isinstance(loader, (Tensor, str))
     if is_dataset or is_array or not hasattr(loader, "__iter__"):
         raise TypeError(
             f"Expected a DataLoader or another iterable of batches, got {type(loader).__name__}. Wrap data in one, "

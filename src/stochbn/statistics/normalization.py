@@ -175,6 +175,8 @@ class BatchNormalization:
     def __init__(self, layers: Mapping[str, _BatchNorm], record: bool = True) -> None:
         self.observed = Observed(layers)
         self.num_batches = 1
+        self.num_inputs = 0  # of the pass, where differences between inputs are to be noted
+        self.within: dict[str, list[Tensor]] = {}  # these, by layer: (G, C) variances of inputs' own means
         self._record = record
 
     def answer(self, call: BatchNormCall) -> Tensor:
@@ -197,4 +199,7 @@ class BatchNormalization:
         output, statistics = normalise(x, call.weight, call.bias, call.eps, self.num_batches)
         if self._record and name is not None:
             self.observed.add(name, statistics)
+            if self.num_inputs and x.shape[0] % self.num_inputs == 0:
+                means = widen(x).unflatten(0, (self.num_inputs, -1)).transpose(1, 2).flatten(2).mean(2)  # (G · M, C)
+                self.within.setdefault(name, []).append(means.unflatten(0, (self.num_batches, -1)).var(1))
         return output
