@@ -32,7 +32,7 @@ from stochbn.cli.options import (
     Threads,
     Weights,
 )
-from stochbn.distributions.files import write_atomically
+from stochbn.distributions.storage import write_atomically
 from stochbn.inference.export import OUTPUTS, name_inputs
 from stochbn.statistics.calls import without_labels
 from stochbn.statistics.items import rows, tensors_in
