@@ -27,6 +27,8 @@ ROOMS = {
         *("verification", "network"),
     ],
     "inference": ["prediction", "adaptive", "predict", "export", "tune", "exact"],
+    "experiments.schema": None,
+    "experiments.contents": None,
     "experiments.data": ["sources", "publications", "embedded", "splits", "corruptions"],
     "experiments.training": ["networks", "recipes", "checkpoints", "train"],
     "experiments.methods": None,

@@ -166,14 +166,19 @@ def test_broken_header(file: Path, header: str) -> None:
         stochbn.load(file)
 
 
-def test_a_flipped_bit_anywhere_is_noticed(file: Path) -> None:
-    content = file.read_bytes()
+def test_a_flipped_bit_anywhere_is_noticed_or_does_no_harm(stats: stochbn.Factorized, file: Path) -> None:
+    content, draws, num_loaded = file.read_bytes(), stats.sample(2, seed=0).buffers, 0
     for index in range(0, 8 * len(content), 61):  # coprime to 8, so that all bits of a byte have their turn
         flipped = bytearray(content)
         flipped[index // 8] ^= 1 << index % 8
         file.write_bytes(flipped)
-        with pytest.raises(ValueError, match=r"^Expected .*, got .*net\.sbn\.safetensors"):
-            stochbn.load(file)
+        try:
+            loaded = stochbn.load(file).sample(2, seed=0).buffers
+        except ValueError:
+            continue
+        num_loaded += 1  # such as 1e-05 as 1E-05
+        assert all(torch.equal(loaded[name], values) for name, values in draws.items())
+    assert num_loaded <= 2
 
 
 def test_a_file_of_the_new_format_needs_its_checksum(file: Path) -> None:

@@ -5,7 +5,6 @@ import os
 import signal
 import subprocess
 import sys
-import time
 from pathlib import Path
 
 import pytest
@@ -32,14 +31,27 @@ def test_round_trip(file: Path) -> None:
     assert all(torch.equal(tensors[name], tensor) for name, tensor in TENSORS.items())
 
 
-def test_every_flipped_bit_is_noticed(file: Path) -> None:
-    content = file.read_bytes()
-    for index in range(8 * len(content)):
+def test_the_same_content_gives_the_same_bytes(file: Path) -> None:
+    before = file.read_bytes()
+    for _ in range(10):
+        storage.write(file, "test", HEADER, TENSORS)
+        assert file.read_bytes() == before
+
+
+def test_every_flipped_bit_is_noticed_or_does_no_harm(file: Path) -> None:
+    content, num_read = file.read_bytes(), 0
+    for index in range(0, 8 * len(content), 5):  # so that all bits of a byte have their turn
         flipped = bytearray(content)
         flipped[index // 8] ^= 1 << index % 8
         file.write_bytes(flipped)
-        with pytest.raises(storage.FileError):
-            storage.read(file, "test")
+        try:
+            header, tensors, _ = storage.read(file, "test")
+        except storage.FileError:
+            continue
+        num_read += 1
+        assert header.items() >= HEADER.items()  # at most, "checksum" has become another word
+        assert all(torch.equal(tensors[name], tensor) for name, tensor in TENSORS.items())
+    assert num_read <= 8 * len("checksum")
 
 
 @pytest.mark.parametrize(
@@ -52,9 +64,9 @@ def test_every_flipped_bit_is_noticed(file: Path) -> None:
     ids=["type", "shape", "names"],
 )
 def test_the_checksum_is_of_names_types_and_shapes_too(file: Path, tensors: dict[str, torch.Tensor]) -> None:
-    with storage.safetensors.safe_open(file, "pt") as opened:
-        metadata = opened.metadata()
-    save_file({name: tensor.contiguous() for name, tensor in (TENSORS | tensors).items()}, file, metadata)
+    header = storage.seal(HEADER, TENSORS)
+    changed = {name: tensor.contiguous() for name, tensor in (TENSORS | tensors).items()}
+    save_file(changed, file, {"test": json.dumps(header)})
     with pytest.raises(storage.FileError, match=r"^whose content is not what its checksum is of"):
         storage.read(file, "test")
 
@@ -64,9 +76,6 @@ def test_files_without_a_checksum_are_read(tmp_path: Path) -> None:
     assert storage.read(tmp_path / "file", "test")[::2] == (HEADER, False)
     with pytest.raises(storage.ForeignError, match="a safetensors file of something else"):
         storage.read(tmp_path / "file", "other")
-    save_file({"b": TENSORS["b"]}, tmp_path / "file", {"test": "{}", "sha257": ""})
-    with pytest.raises(storage.FileError, match="an unknown entry 'sha257' in its metadata"):
-        storage.read(tmp_path / "file", "test")
 
 
 @pytest.mark.parametrize("text", ["", "{", "[]", "[" * 100_000, "9" * 5000, '{"a": ' * 5000])
@@ -154,7 +163,7 @@ def test_what_a_killed_writer_left_is_removed_and_not_what_a_living_one_writes(t
 RACE = """
 import sys
 from stochbn.distributions import storage
-for _ in range(200):
+for _ in range(50):
     storage.write_atomically(sys.argv[1], bytes(1000))
 """
 
@@ -162,6 +171,5 @@ for _ in range(200):
 def test_writers_of_one_file_do_not_disturb_each_other(tmp_path: Path) -> None:
     command = [sys.executable, "-c", RACE, str(tmp_path / "file")]
     writers = [subprocess.Popen(command, stderr=subprocess.PIPE, text=True) for _ in range(2)]
-    start = time.monotonic()
-    assert [writer.communicate(timeout=300)[1] for writer in writers] == ["", ""], time.monotonic() - start
+    assert [writer.communicate(timeout=300)[1] for writer in writers] == ["", ""]
     assert os.listdir(tmp_path) == ["file"]

@@ -70,13 +70,13 @@ def load(path: str | os.PathLike[str], *, device: torch.device | str = "cpu") ->
     try:
         torch.empty(0, device=device)
     except (RuntimeError, AssertionError, TypeError) as error:  # by its kind: unknown, absent, no name at all
-        why = str(error).split("\n")[0].rstrip(".")
+        why = storage.brief(error)
         raise ValueError(f"Expected a device that torch can use, got {device!r} ({why}). Pass 'cpu'.") from error
     header, tensors = read(path)
     try:
         return _parse(header, {name: tensor.to(device) for name, tensor in tensors.items()})
     except (KeyError, TypeError, AttributeError, ValueError, ArithmeticError) as error:
-        reason = f"no {error}" if isinstance(error, KeyError) else error
+        reason = storage.brief(f"no {error}" if isinstance(error, KeyError) else error)
         raise ValueError(f"Expected a sound stochbn file, got {path}: {reason}. Save it again.") from error
 
 

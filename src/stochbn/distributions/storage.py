@@ -1,7 +1,8 @@
 """A JSON header and tensors ↔ one safetensors file, written whole or not at all, with a checksum of all of it.
 
 Statistics, checkpoints and predictions are such files. The header stands as text in the file's metadata, under a key
-that says which kind it is; under `sha256` beside it stands the checksum of that text and of every tensor.
+that says which kind it is. Its last entry, `checksum`, is the SHA-256 of all its others and of every tensor; a second
+key would do as well, but safetensors writes several in an order that changes from file to file.
 """
 
 import ctypes
@@ -23,6 +24,7 @@ try:
 except ImportError:  # on Windows
     fcntl = None  # type: ignore[assignment]
 
+_MOST_SHOWN = 300  # characters of an error
 _RANDOM = 8  # characters that `tempfile` puts between prefix and suffix
 
 
@@ -36,8 +38,19 @@ class ForeignError(FileError):
 
 def write(path: str | os.PathLike[str], kind: str, header: Mapping[str, Any], tensors: Mapping[str, Tensor]) -> None:
     """Writes a file of a kind, whole or not at all."""
-    text, flat = json.dumps(header), {name: tensor.cpu().contiguous() for name, tensor in tensors.items()}
-    write_atomically(path, safetensors.torch.save(flat, {kind: text, "sha256": _checksum(text, flat)}))
+    flat = {name: tensor.cpu().contiguous() for name, tensor in tensors.items()}
+    write_atomically(path, safetensors.torch.save(flat, {kind: json.dumps(seal(header, flat))}))
+
+
+def seal(header: Mapping[str, Any], tensors: Mapping[str, Tensor]) -> dict[str, Any]:
+    """Returns a header with the checksum of itself and of tensors: their names, types, shapes and every bit."""
+    sha256 = hashlib.sha256(json.dumps(header).encode())
+    for name in sorted(tensors):
+        tensor = tensors[name].contiguous()
+        sha256.update(f"\0{name}\0{tensor.dtype}\0{list(tensor.shape)}\0".encode())
+        # Straight from memory, since numpy is no dependency.
+        sha256.update((ctypes.c_ubyte * (tensor.numel() * tensor.element_size())).from_address(tensor.data_ptr()))
+    return {**header, "checksum": sha256.hexdigest()}
 
 
 def read(path: str | os.PathLike[str], kind: str) -> tuple[dict[str, Any], dict[str, Tensor], bool]:
@@ -55,20 +68,30 @@ def read(path: str | os.PathLike[str], kind: str) -> tuple[dict[str, Any], dict[
             metadata = file.metadata() or {}
             tensors = {name: file.get_tensor(name) for name in file.keys()} if kind in metadata else {}  # noqa: SIM118
     except (safetensors.SafetensorError, ValueError, TypeError, LookupError, AttributeError, RuntimeError) as error:
-        raise FileError(f"which is truncated or not safetensors ({_first_line(error)})") from error
+        raise FileError(f"which is truncated or not safetensors ({brief(error)})") from error
     if kind not in metadata:
         raise ForeignError("a safetensors file of something else")
-    if unknown := metadata.keys() - {kind, "sha256"}:  # such as a damaged "sha256"
-        raise FileError(f"with an unknown entry {min(unknown)!r} in its metadata")
-    if "sha256" in metadata and metadata["sha256"] != _checksum(metadata[kind], tensors):
-        raise FileError("whose content is not what its checksum is of: it was damaged or changed")
     try:
         header = json.loads(metadata[kind])
-    except (ValueError, RecursionError) as error:
+        checksum = header.pop("checksum", None)
+        is_sound = checksum is None or seal(header, tensors)["checksum"] == checksum
+    except (ValueError, TypeError, AttributeError, RecursionError) as error:
         raise FileError("with a broken header") from error
-    if not isinstance(header, dict):
-        raise FileError("with a broken header")
-    return header, tensors, "sha256" in metadata
+    if not is_sound:
+        raise FileError("whose content is not what its checksum is of: it was damaged or changed")
+    return header, tensors, checksum is not None
+
+
+def brief(error: object) -> str:
+    r"""Returns an error's text on one line of moderate length, since damaged files put anything into it.
+
+    Examples:
+        >>> brief(ValueError("two\nlines"))
+        'two lines'
+    """
+    text = " ".join(str(error).split()) or type(error).__name__
+    text = "".join(letter if letter.isprintable() else "?" for letter in text)
+    return text if len(text) <= _MOST_SHOWN else f"{text[:_MOST_SHOWN]}…"
 
 
 def write_atomically(path: str | os.PathLike[str], content: bytes) -> None:
@@ -130,20 +153,6 @@ def _remove_left_over(target: Path) -> None:
                 path.unlink()
             finally:
                 os.close(descriptor)
-
-
-def _checksum(text: str, tensors: Mapping[str, Tensor]) -> str:
-    sha256 = hashlib.sha256(text.encode())
-    for name in sorted(tensors):
-        tensor = tensors[name].contiguous()
-        sha256.update(f"\0{name}\0{tensor.dtype}\0{list(tensor.shape)}\0".encode())
-        # Straight from memory, since numpy is no dependency.
-        sha256.update((ctypes.c_ubyte * (tensor.numel() * tensor.element_size())).from_address(tensor.data_ptr()))
-    return sha256.hexdigest()
-
-
-def _first_line(error: BaseException) -> str:
-    return (str(error).splitlines() or [type(error).__name__])[0]
 
 
 def _umask() -> int:
