@@ -288,6 +288,24 @@ def test_a_layer_s_name_never_leads_out_of_the_folder(make_files, make_diagnosti
     assert len([image for image in tags.images if "channels of" in image["alt"]]) == 2
 
 
+@pytest.mark.parametrize("name", ["table.md", "figures", "figures/training.png"])
+@pytest.mark.usefixtures("unrendered")
+def test_no_link_leads_out_of_the_folder(make_files, tmp_path, quiet, name):
+    folder, elsewhere = make_files(tmp_path / "results", num_plain=1, num_dropout=0, size=60), tmp_path / "elsewhere"
+    (folder / name).parent.mkdir(exist_ok=True)
+    (folder / name).symlink_to(elsewhere)
+    if name == "figures":
+        elsewhere.mkdir()
+    with pytest.raises(
+        DataError, match=r"^Expected to write into .*, got .*, a link to .*elsewhere.*\. Remove the link"
+    ):
+        write_report(folder, console=quiet)
+    assert not elsewhere.exists() or not list(elsewhere.iterdir())
+    (tmp_path / "link").symlink_to(folder)  # the folder itself may be reached by one
+    (folder / name).unlink()
+    assert write_report(tmp_path / "link", console=quiet).exists()
+
+
 @pytest.mark.usefixtures("unrendered")
 def test_names_are_shown_as_they_are(make_files, make_diagnostics, tmp_path, quiet, parse):
     hostile = "[/] [bold]x[/bold] <script>alert(1)</script> | [a](javascript:b) `c` &lt;"

@@ -91,7 +91,7 @@ def _write_report(folder: Path, files: list[File], diagnostics: File | None, con
         num_checked=sum(claim.holds is not None for claim in claims),
         notes=notes,
         metrics=METRICS,
-        images=_write_figures(folder / "figures", draw_all(results, files, diagnostics)),
+        images=_write_figures(folder, draw_all(results, files, diagnostics)),
         has_paper=bool(papers),
         measured=measured,
         provenance=provenance,
@@ -103,7 +103,7 @@ def _write_report(folder: Path, files: list[File], diagnostics: File | None, con
         "report.html": page,
     }
     for name, content in text.items():
-        write_atomically(folder / name, content.encode())
+        _write(folder, name, content.encode())
     tables.print_tables(console, title, results, scores, papers, claims)
     for grid in appendices:
         tables.print_grid(console, grid)
@@ -216,15 +216,23 @@ def _write_figures(folder: Path, drawn: dict[str, Figure]) -> dict[str, str]:
     for name, formats in rendered.items():
         for kind, content in formats.items():
             file_name = f"{to_file_name(name)}.{kind}"
-            write_atomically(folder / file_name, content)
+            _write(folder, f"figures/{file_name}", content)
             written.add(file_name)
             if kind == "svg":
                 images[name] = f"data:image/svg+xml;base64,{base64.b64encode(content).decode()}"
-    for path in folder.iterdir():
+    for path in (folder / "figures").iterdir():
         ours = path.stem in _FIGURES or path.stem.startswith("statistics-")
         if ours and path.suffix in (".png", ".svg") and path.name not in written:
             path.unlink()
     return images
+
+
+def _write(folder: Path, name: str, content: bytes) -> None:
+    """Writes a file of the report, which may be on files from elsewhere: no link among them leads out of the folder."""
+    path = folder / name
+    if folder.resolve() not in path.resolve().parents:
+        raise DataError(f"Expected to write into {folder}, got {path}, a link to {path.resolve()}. Remove the link.")
+    write_atomically(path, content)
 
 
 def _describe_methods(results: Results, scores: Scores, papers: Papers) -> dict[str, Any]:
