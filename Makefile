@@ -1,12 +1,13 @@
 # make demo   set up, then the whole method on embedded data
 # make test   set up, then format, lint, types and tests
+# make fuzz   set up, then damaged and hostile files for five minutes; SECONDS=60 for another time
 # make docs   set up, then the documentation as a site, site/index.html; a broken link fails
 # make bench  set up, then speed and memory against everything else, in half an hour on an idle machine
 
 PYTHON ?= python3
 BIN := .venv/bin
 
-.PHONY: test check format demo docs bench clean
+.PHONY: test check fuzz format demo docs bench clean
 
 .venv/ready: pyproject.toml constraints.txt
 	$(PYTHON) -m venv .venv
@@ -15,6 +16,12 @@ BIN := .venv/bin
 
 test: check
 	$(BIN)/python -m pytest --numprocesses 2 --dist loadfile --no-loadscope-reorder --cov --cov-report=term
+
+# New files each time; a failure names its seed, which STOCHBN_FUZZ_SEED takes.
+SECONDS ?= 300
+fuzz: .venv/ready
+	STOCHBN_FUZZ_SEED=$${STOCHBN_FUZZ_SEED:-$$(date +%s)000} STOCHBN_FUZZ_SECONDS=$(SECONDS) \
+		$(BIN)/python -m pytest -s --tb=line tests/test_fuzz.py
 
 check: .venv/ready
 	$(BIN)/ruff format --check .

@@ -19,7 +19,8 @@ ROOMS = {
         "progress",
     ],
     "distributions": [
-        *("seeds", "draws", "base", "factorized", "lowrank", "empirical", "files", "mistakes", "fit", "track"),
+        *("storage", "seeds", "draws", "base", "factorized", "lowrank", "empirical", "files", "mistakes", "fit"),
+        "track",
     ],
     "uncertainty": None,
     "inference.engine": [
@@ -28,6 +29,8 @@ ROOMS = {
     ],
     "inference": ["prediction", "adaptive", "predict", "export", "tune", "exact"],
     "decisions": None,
+    "experiments.schema": None,
+    "experiments.contents": None,
     "experiments.data": ["sources", "publications", "embedded", "splits", "corruptions"],
     "experiments.training": ["networks", "recipes", "checkpoints", "train"],
     "experiments.methods": None,

@@ -91,6 +91,16 @@ def test_tune_needs_labels(run, refused, own):
     assert message.endswith("Give the data labels: y in the file, or the second of what the data set yields.\n")
 
 
+@pytest.mark.parametrize("wrong", [3, -1, 0.5])
+def test_predict_writes_nothing_if_labels_are_no_classes(refused, own, wrong):
+    labels = np.zeros(64) + (0.5 if wrong == 0.5 else 0)
+    labels[5] = wrong
+    np.savez("wrong.npz", x=own["x"].numpy(), y=labels if wrong == 0.5 else labels.astype(np.int64))
+    Path("pred.csv").write_text("old")
+    assert "Expected targets that are class indices in [0, 3), got" in refused("predict", data="wrong.npz")
+    assert Path("pred.csv").read_text() == "old"
+
+
 def test_predict_does_not_depend_on_the_batch_size(run):
     run("fit")
     for size in (1, 64):

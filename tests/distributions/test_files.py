@@ -16,6 +16,7 @@ from torch import Tensor, nn
 
 import stochbn
 from oracles import calibrate
+from stochbn.distributions import storage
 from stochbn.distributions.base import Tuning
 from stochbn.distributions.files import read
 
@@ -49,7 +50,7 @@ def _umask() -> int:
 def test_header_can_be_read_without_the_library(file: Path) -> None:
     with safe_open(file, "pt") as handle:
         header = json.loads(handle.metadata()["stochbn"])
-    assert header["format_version"] == 2
+    assert header["format_version"] == 3
     assert (header["family"], header["batch_size"], header["num_batches"]) == ("factorized", 16, 12)
     assert [(layer["name"], layer["eps"]) for layer in header["layers"]] == [("1", 1e-5), ("4", 1e-5), ("7", 1e-5)]
 
@@ -97,14 +98,18 @@ def test_foreign_files(tmp_path: Path, model: nn.Module) -> None:
 
 
 def rewrite(file: Path, change: object) -> None:
-    header, tensors = read(file, "cpu")
+    header, tensors = read(file)
     change(header, tensors)  # type: ignore[operator]
-    save_file(tensors, file, metadata={"stochbn": json.dumps(header)})
+    storage.write(file, "stochbn", header, tensors)  # with a checksum that is right
+
+
+def tuning(**changed: object) -> dict[str, object]:
+    return {"spread": 1.0, "temperature": 1.0, "curve": [], **changed}
 
 
 HOSTILE = {
-    "newer": (lambda h, t: h.update(format_version=3), r"format 2, got .* of format 3. Upgrade stochbn"),
-    "no-version": (lambda h, t: h.pop("format_version"), "broken header"),
+    "newer": (lambda h, t: h.update(format_version=4), r"format 3, got .* of format 4. Upgrade stochbn"),
+    "no-version": (lambda h, t: h.pop("format_version"), "of format None"),
     "family": (lambda h, t: h.update(family="flow"), "unknown family 'flow'"),
     "no-layers": (lambda h, t: (h.update(layers=[]), t.clear()), "file without layers"),
     "layers-type": (lambda h, t: h.update(layers=3), "sound stochbn file"),
@@ -119,7 +124,17 @@ HOSTILE = {
     "num-batches": (lambda h, t: h.update(num_batches=-3), "num_batches -3"),
     "dropout": (lambda h, t: h.update(dropout="no"), "impossible dropout"),
     "version-type": (lambda h, t: h.update(format_version=True), "of format True"),
-    "huge-weight": (lambda h, t: h["layers"][0].update(weight=10**400), "sound stochbn file"),
+    "huge-weight": (lambda h, t: h["layers"][0].update(weight=10**400), "numbers in layer '1'"),
+    "huge-batch-size": (lambda h, t: h.update(batch_size=10**400), r"impossible batch_size 10*\.\.\.0*\."),
+    "huge-num-batches": (lambda h, t: h.update(num_batches=10**400), "impossible num_batches"),
+    "huge-spread": (lambda h, t: h.update(tuning=tuning(spread=10**400)), "impossible tuning"),
+    "huge-spread-of-a-layer": (
+        lambda h, t: h.update(tuning=tuning(spread={"1": 1, "4": 1, "7": 10**400})),
+        "impossible tuning",
+    ),
+    "huge-temperature": (lambda h, t: h.update(tuning=tuning(temperature=10**400)), "impossible tuning"),
+    "tuning-type": (lambda h, t: h.update(tuning=0), "sound stochbn file"),
+    "curve-text": (lambda h, t: h.update(tuning=tuning(curve=[["1", "1", "1"]])), "impossible curve"),
     "scalar": (lambda h, t: t.update({"4.mean": torch.tensor(1.0).double()}), "shape of layer '4'"),
     "no-channels": (
         lambda h, t: t.update({f"4.{k}": torch.ones(2, 0).double() for k in ("mean", "deviation")}),
@@ -149,6 +164,52 @@ def test_broken_header(file: Path, header: str) -> None:
     save_file({"a": torch.ones(1)}, file, metadata={"stochbn": header})
     with pytest.raises(ValueError, match="broken header"):
         stochbn.load(file)
+
+
+def test_a_flipped_bit_anywhere_is_noticed_or_does_no_harm(stats: stochbn.Factorized, file: Path) -> None:
+    content, draws, num_loaded = file.read_bytes(), stats.sample(2, seed=0).buffers, 0
+    for index in range(0, 8 * len(content), 61):  # coprime to 8, so that all bits of a byte have their turn
+        flipped = bytearray(content)
+        flipped[index // 8] ^= 1 << index % 8
+        file.write_bytes(flipped)
+        try:
+            loaded = stochbn.load(file).sample(2, seed=0).buffers
+        except ValueError:
+            continue
+        num_loaded += 1  # such as 1e-05 as 1E-05
+        assert all(torch.equal(loaded[name], values) for name, values in draws.items())
+    assert num_loaded <= 2
+
+
+def test_a_file_of_the_new_format_needs_its_checksum(file: Path) -> None:
+    header, tensors = read(file)
+    save_file(tensors, file, metadata={"stochbn": json.dumps(header)})
+    with pytest.raises(ValueError, match=r"got .* without its checksum\. Save it again\."):
+        stochbn.load(file)
+    save_file(tensors, file, metadata={"stochbn": json.dumps(header | {"format_version": 2})})  # as 0.1.0 wrote it
+    assert stochbn.load(file).batch_size == 16
+
+
+@pytest.mark.parametrize("device", ["nonsense", "cuda:99", 7.5])
+def test_a_device_that_is_none(file: Path, device: object) -> None:
+    with pytest.raises(ValueError, match=r"^Expected a device that torch can use, got .*\. Pass 'cpu'\.$") as raised:
+        stochbn.load(file, device=device)  # type: ignore[arg-type]
+    assert repr(device) in str(raised.value)
+
+
+def test_tuning_by_hand_has_the_same_limits() -> None:
+    with pytest.raises(ValueError, match="Expected finite spreads"):
+        Tuning(10**400)
+    with pytest.raises(ValueError, match="Expected finite spreads"):
+        Tuning(1.0, 10**400)
+
+
+def test_the_widest_spread_that_loads_can_be_drawn(model: nn.Module, batches: list[Tensor], tmp_path: Path) -> None:
+    stats = stochbn.fit(model, batches, conditioned=True, progress=False)
+    replace(stats, tuning=Tuning(1e200)).save(tmp_path / "s.safetensors")
+    assert all(
+        (share == 0.5).all() for share in stochbn.load(tmp_path / "s.safetensors").sample(2, seed=0).shares.values()
+    )
 
 
 def test_header_that_claims_more_than_the_file_holds(file: Path) -> None:
@@ -212,7 +273,7 @@ def test_files_give_back_everything(family: str, model: nn.Module, batches: list
         ({"tuning": {"spread": "wide", "temperature": 1.0, "curve": []}}, "impossible tuning"),
         ({"tuning": {"spread": -1.0, "temperature": 1.0, "curve": []}}, "finite spreads of at least 0"),
         ({"tuning": {"spread": {"9": 1.0}, "temperature": 1.0, "curve": []}}, "a spread for each of the layers"),
-        ({"tuning": {"spread": 1.0, "temperature": float("inf"), "curve": []}}, "a temperature above 0"),
+        ({"tuning": {"spread": 1.0, "temperature": float("inf"), "curve": []}}, "impossible tuning"),
         ({"tuning": {"spread": 1.0}}, "no 'temperature'"),
     ],
 )
@@ -222,13 +283,11 @@ def test_damaged_files_are_refused(
     stats = stochbn.fit(model, batches, family="empirical", progress=False)
     path = tmp_path / "s.safetensors"
     stats.save(path)
-    with safe_open(path, "pt") as file:
-        header = json.loads(file.metadata()["stochbn"])
-        tensors = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118
-    save_file(tensors, path, {"stochbn": json.dumps(header | change)})
+    header, tensors = read(path)
+    storage.write(path, "stochbn", header | change, tensors)
     with pytest.raises(ValueError, match=message):
         stochbn.load(path)
     tensors["observations"][0, 0, 0] = math.nan
-    save_file(tensors, path, {"stochbn": json.dumps(header)})
+    storage.write(path, "stochbn", header, tensors)
     with pytest.raises(ValueError, match="NaN or Inf in observations"):
         stochbn.load(path)

@@ -10,7 +10,8 @@ import stochbn
 from stochbn.experiments.data.sources import DataError
 from stochbn.experiments.files import File, average, commit, is_current, pack, provenance, unpack
 
-LENET5 = Path(__file__).parents[2] / "results" / "lenet5" / "predictions"
+RESULTS = Path(__file__).parents[2] / "results"
+LENET5 = RESULTS / "lenet5" / "predictions"
 
 
 def test_round_trip(tmp_path: Path) -> None:
@@ -98,3 +99,10 @@ def test_files_of_the_former_format_are_readable() -> None:
         torch.testing.assert_close(probs.sum(1), torch.ones(10_000, dtype=torch.float64))
         assert (entropies <= stochbn.entropy(probs) + 0.01).all()
     assert file.tensors["labels"].shape == (10_000,)
+
+
+@pytest.mark.skipif(not LENET5.exists(), reason="without the results")
+@pytest.mark.parametrize("path", sorted(RESULTS.glob("*/predictions/*.safetensors")), ids=lambda path: path.stem)
+def test_kept_files_are_sound(path: Path) -> None:
+    """Those without a checksum too, which earlier versions wrote."""
+    assert File.read(path).header["kind"] in ("predictions", "diagnostics")

@@ -32,7 +32,7 @@ from stochbn.cli.options import (
     Threads,
     Weights,
 )
-from stochbn.distributions.files import write_atomically
+from stochbn.distributions.storage import write_atomically
 from stochbn.inference.export import OUTPUTS, name_inputs
 from stochbn.statistics.calls import without_labels
 from stochbn.statistics.items import rows, tensors_in
@@ -172,9 +172,10 @@ def predict(
     options: dict[str, Any] = {"num_samples": samples, "seed": seed, "link": link, "dropout": dropout}
     prediction = stochbn.predict(model, distribution, _collect(loader, labels), keep_samples=False, **options)
     targets = torch.cat(labels) if labels else None
+    scores = _score(prediction, targets)  # before anything is written: labels may be none of the classes
     _write(out, _columns(prediction) | ({} if targets is None else {"label": targets}))
     say(f"Wrote {out}")
-    _summarise(prediction, targets)
+    _summarise(prediction, scores)
 
 
 def export(
@@ -296,15 +297,19 @@ def _write(path: Path, columns: dict[str, Tensor]) -> None:
     write_atomically(path, "".join(f"{','.join(row)}\n" for row in (tuple(flat), *rows)).encode())
 
 
-def _summarise(prediction: stochbn.Prediction, labels: Tensor | None) -> None:
+def _score(prediction: stochbn.Prediction, labels: Tensor | None) -> list[str]:
+    if labels is None or prediction.link != "softmax":
+        return []
+    scores = {"error": stochbn.error, "NLL": stochbn.nll, "ECE": stochbn.ece}
+    return [f"{name} {score(prediction.probs.cpu(), labels):.4f}" for name, score in scores.items()]
+
+
+def _summarise(prediction: stochbn.Prediction, scores: list[str]) -> None:
     columns = {name: values.cpu() for name, values in _columns(prediction).items() if name != "probs"}
     shown = {name: v if v.dim() == 1 else v.double().flatten(1).mean(1) for name, v in columns.items()}  # (N,)
     measure = "std" if prediction.link == "identity" else "entropy"
     means = [f"mean {name} {shown[name].mean():.4f}" for name in (measure, "aleatoric", "epistemic") if name in shown]
-    if labels is not None and prediction.link == "softmax":
-        scores = {"error": stochbn.error, "NLL": stochbn.nll, "ECE": stochbn.ece}
-        means += [f"{name} {score(prediction.probs.cpu(), labels):.4f}" for name, score in scores.items()]
-    say(f"{len(prediction)} inputs, {prediction.num_samples} draws: {', '.join(means)}")
+    say(f"{len(prediction)} inputs, {prediction.num_samples} draws: {', '.join([*means, *scores])}")
     table = Table("index", *shown, title="The most uncertain")
     for index in shown[measure].argsort(descending=True)[:5].tolist():
         table.add_row(str(index), *(f"{values[index]:.4g}" for values in shown.values()))

@@ -6,6 +6,7 @@ the joint distribution of all channels and layers around them: `factorized`, `lo
 
 import math
 import os
+import sys
 from abc import ABC, abstractmethod
 from collections.abc import Mapping
 from dataclasses import dataclass, fields, replace
@@ -71,7 +72,8 @@ class Tuning:
 
     def __post_init__(self) -> None:
         spreads = self.spread.values() if isinstance(self.spread, Mapping) else [self.spread]
-        if not all(0 <= spread < math.inf for spread in spreads) or not 0 < self.temperature < math.inf:
+        most = sys.float_info.max  # and not infinity, which a whole number of any size is below
+        if not all(0 <= spread <= most for spread in spreads) or not 0 < self.temperature <= most:
             raise ValueError(
                 "Expected finite spreads of at least 0 and a temperature above 0, got "
                 f"{self.spread} and {self.temperature}. Tuning() is the fitted spread and no temperature."
@@ -200,7 +202,7 @@ class Distribution(ABC):
 
     def _share(self, spread: float) -> float:
         """Returns what part of its mini-batch an input is: one of M / k², which are two at least."""
-        return min(spread**2 / self.batch_size, 0.5)
+        return min(spread * spread / self.batch_size, 0.5)  # ** would raise where the product is beyond floats
 
     def drift(self, model: nn.Module) -> dict[str, tuple[float, float]]:
         """Measures how far the fitted centre lies from the model's running statistics. Changes nothing.

@@ -2,28 +2,27 @@
 
 The header is JSON under the key `stochbn`: `format_version`, the family, what the fit was made of, the tuning, and of
 each layer its name, ε and the weights of its moments. The tensors are `{layer}.mean` and `{layer}.deviation`, (2, C)
-in float64, and the family's own array, (…, 2, ΣC) in float32.
+in float64, and the family's own array, (…, 2, ΣC) in float32. Files of format 2, which 0.1.0 wrote, lack the checksum.
 """
 
-import json
-import math
 import os
-import tempfile
+import reprlib
+import sys
 from dataclasses import asdict
-from pathlib import Path
 from typing import Any
 
-import safetensors.torch
 import torch
 from torch import Tensor
 
+from stochbn.distributions import storage
 from stochbn.distributions.base import Distribution, Layer, Tuning, common_fields
 from stochbn.distributions.empirical import Empirical
 from stochbn.distributions.factorized import Factorized
 from stochbn.distributions.lowrank import LowRank
 from stochbn.statistics.moments import Moments
 
-FORMAT_VERSION = 2
+FORMAT_VERSION = 3
+WITHOUT_CHECKSUM = 2
 FAMILIES: dict[str, type[Distribution]] = {family.family: family for family in (Factorized, LowRank, Empirical)}
 
 
@@ -48,15 +47,16 @@ def save(stats: Distribution, path: str | os.PathLike[str]) -> None:
         "tuning": stats.tuning and asdict(stats.tuning),
         "layers": layers,
     }
-    flat = {key: tensor.cpu().contiguous() for key, tensor in tensors.items()}
-    write_atomically(path, safetensors.torch.save(flat, {"stochbn": json.dumps(header)}))
+    storage.write(path, "stochbn", header, tensors)
 
 
 def load(path: str | os.PathLike[str], *, device: torch.device | str = "cpu") -> Distribution:
     """Reads a distribution that `stats.save(path)` wrote, and checks all of it before use.
 
     Raises:
-        ValueError: The file is truncated, not ours, of another format version, or holds impossible numbers.
+        ValueError: The file is truncated, damaged, not ours, of another format version, or holds impossible numbers;
+            or torch cannot use the device.
+        OSError: The file is missing, or may not be read.
 
     Examples:
         >>> import stochbn, tempfile
@@ -67,58 +67,37 @@ def load(path: str | os.PathLike[str], *, device: torch.device | str = "cpu") ->
         ...     stochbn.load(f"{folder}/net.sbn.safetensors")
         Factorized(1 layers, 1 channels, batch_size=16, num_batches=2)
     """
-    header, tensors = read(path, device)
     try:
-        return _parse(header, tensors)
+        torch.empty(0, device=device)
+    except (RuntimeError, AssertionError, TypeError) as error:  # by its kind: unknown, absent, no name at all
+        why = storage.brief(error)
+        raise ValueError(f"Expected a device that torch can use, got {device!r} ({why}). Pass 'cpu'.") from error
+    header, tensors = read(path)
+    try:
+        return _parse(header, {name: tensor.to(device) for name, tensor in tensors.items()})
     except (KeyError, TypeError, AttributeError, ValueError, ArithmeticError) as error:
-        reason = f"no {error}" if isinstance(error, KeyError) else error
+        reason = storage.brief(f"no {error}" if isinstance(error, KeyError) else error)
         raise ValueError(f"Expected a sound stochbn file, got {path}: {reason}. Save it again.") from error
 
 
-def write_atomically(path: str | os.PathLike[str], content: bytes) -> None:
-    """Writes a file so that a reader, or a crash at any moment, meets the old or the new one, never a part."""
-    path = Path(path)
-    handle, temporary = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name}.")
-    try:
-        with os.fdopen(handle, "wb") as file:
-            file.write(content)
-            file.flush()
-            os.fsync(file.fileno())
-        os.chmod(temporary, 0o666 & ~_umask())  # mkstemp makes files that only the owner can read
-        os.replace(temporary, path)
-    except BaseException:
-        os.unlink(temporary)
-        raise
-
-
-def read(path: str | os.PathLike[str], device: torch.device | str) -> tuple[dict[str, Any], dict[str, Tensor]]:
+def read(path: str | os.PathLike[str]) -> tuple[dict[str, Any], dict[str, Tensor]]:
     """Reads the header and the tensors of a file that `save` wrote; raises `ValueError` for anything else."""
     try:
-        if os.path.isdir(path):
-            raise IsADirectoryError("a directory")
-        with safetensors.safe_open(os.fspath(path), framework="pt", device=str(device)) as file:
-            text = (file.metadata() or {}).get("stochbn")
-            tensors = {key: file.get_tensor(key) for key in file.keys()} if text else {}  # noqa: SIM118
-    except (safetensors.SafetensorError, IsADirectoryError) as error:
+        header, tensors, has_checksum = storage.read(path, "stochbn")
+        version = header.get("format_version")
+    except storage.ForeignError as error:
         raise ValueError(
-            f"Expected a file written by stats.save, got {path}, which is truncated or not safetensors ({error}). "
-            "Save it again."
+            f"Expected a file written by stats.save, got {path}, {error}. Model weights go to model.load_state_dict."
         ) from error
-    if text is None:
+    except storage.FileError as error:
+        raise ValueError(f"Expected a file written by stats.save, got {path}, {error}. Save it again.") from error
+    if type(version) is not int or version not in (WITHOUT_CHECKSUM, FORMAT_VERSION):
         raise ValueError(
-            f"Expected a file written by stats.save, got {path}, a safetensors file of something else. "
-            "Model weights go to model.load_state_dict."
-        )
-    try:
-        header = json.loads(text)
-        version = header["format_version"]
-    except (ValueError, RecursionError, KeyError, TypeError) as error:
-        raise ValueError(f"Expected a sound stochbn file, got {path} with a broken header. Save it again.") from error
-    if type(version) is not int or version != FORMAT_VERSION:
-        raise ValueError(
-            f"Expected a stochbn file of format {FORMAT_VERSION}, got {path} of format {version!r}. "
+            f"Expected a stochbn file of format {FORMAT_VERSION}, got {path} of format {reprlib.repr(version)}. "
             "Upgrade stochbn, or fit and save again."
         )
+    if version == FORMAT_VERSION and not has_checksum:
+        raise ValueError(f"Expected a sound stochbn file, got {path} without its checksum. Save it again.")
     return header, tensors
 
 
@@ -132,8 +111,8 @@ def _parse(header: dict[str, Any], tensors: dict[str, Tensor]) -> Distribution:
         raise ValueError(f"unknown family {header['family']!r}")
     family = FAMILIES[header["family"]]
     batch_size, num_batches, excluded = header["batch_size"], header["num_batches"], header["excluded"]
-    _require(type(batch_size) is int and batch_size >= 2, f"batch_size {batch_size!r}")
-    _require(type(num_batches) is int and num_batches >= 2, f"num_batches {num_batches!r}")
+    for name, count in (("batch_size", batch_size), ("num_batches", num_batches)):
+        _require(type(count) is int and 2 <= count <= sys.maxsize, f"{name} {reprlib.repr(count)}")
     _require(isinstance(excluded, list) and all(isinstance(name, str) for name in excluded), "excluded layers")
     for flag in ("dropout", "conditioned"):
         _require(type(header[flag]) is bool, flag)
@@ -146,7 +125,7 @@ def _parse(header: dict[str, Any], tensors: dict[str, Tensor]) -> Distribution:
         tuple(excluded),
         header["dropout"],
         header["conditioned"],
-        header["tuning"] and _parse_tuning(header["tuning"]),
+        None if header["tuning"] is None else _parse_tuning(header["tuning"]),
     )
     arrays: dict[str, Any] = {}
     if family.array:
@@ -165,7 +144,7 @@ def _parse_layers(entries: list[dict[str, Any]], tensors: dict[str, Tensor]) -> 
     for entry in entries:
         name, numbers = entry["name"], (entry["eps"], entry["weight"], entry["weight_sq"])
         _require(isinstance(name, str) and name not in layers, f"layer name {name!r}")
-        _require(all(type(v) in (int, float) and 0 <= v < math.inf for v in numbers), f"numbers in layer {name!r}")
+        _require(all(_is_number(v) and v >= 0 for v in numbers), f"numbers in layer {name!r}")
         eps, weight, weight_sq = map(float, numbers)
         _require(0 < weight_sq < weight**2, f"weights in layer {name!r}")
         mean, deviation = tensors.pop(f"{name}.mean"), tensors.pop(f"{name}.deviation")
@@ -179,16 +158,18 @@ def _parse_layers(entries: list[dict[str, Any]], tensors: dict[str, Tensor]) -> 
 
 
 def _parse_tuning(found: dict[str, Any]) -> Tuning:
-    spread = found["spread"]
-    numbers = [*(spread.values() if isinstance(spread, dict) else [spread]), found["temperature"]]
-    if not all(type(number) in (int, float) for number in numbers):
-        raise ValueError(f"impossible tuning {numbers}")
+    spread, temperature, curve = found["spread"], found["temperature"], found["curve"]
+    spreads = spread if isinstance(spread, dict) else {"": spread}
+    _require(all(map(_is_number, (*spreads.values(), temperature))), f"tuning {reprlib.repr([spread, temperature])}")
+    _require(all(type(value) in (int, float) for row in curve for value in row), "curve of the tuning")
+    floats = {name: float(value) for name, value in spreads.items()}
     return Tuning(
-        spread, found["temperature"], tuple((float(k), float(t), float(loss)) for k, t, loss in found["curve"])
+        floats if isinstance(spread, dict) else floats[""],
+        float(temperature),
+        tuple((float(k), float(t), float(loss)) for k, t, loss in curve),
     )
 
 
-def _umask() -> int:
-    mask = os.umask(0)
-    os.umask(mask)
-    return mask
+def _is_number(value: object) -> bool:
+    """Returns whether a value from JSON is a number that a float can hold; there a whole number has no end."""
+    return type(value) in (int, float) and abs(value) <= sys.float_info.max  # type: ignore[arg-type]

@@ -18,14 +18,14 @@ from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
-import safetensors
 import torch
-from safetensors.torch import save
 from torch import Tensor
 
 import stochbn
 from stochbn import Prediction
-from stochbn.experiments.data.sources import DataError, write_atomically
+from stochbn.distributions import storage
+from stochbn.experiments.contents import check_contents
+from stochbn.experiments.data.sources import DataError, writable
 from stochbn.experiments.data.splits import Part
 
 # Of what a prediction file holds and how it was computed. `evaluate` makes files of another format again; `report`
@@ -42,27 +42,28 @@ class File:
 
     header: dict[str, Any]
     tensors: dict[str, Tensor]
+    path: Path | None = None  # where it was read
 
     def write(self, path: Path) -> None:
         """Writes the file, whole or not at all."""
-        tensors = {name: tensor.contiguous() for name, tensor in self.tensors.items()}
-        write_atomically(path, save(tensors, {"stochbn": json.dumps(self.header)}))
+        with writable(path.parent):
+            storage.write(path, "stochbn", self.header, self.tensors)
 
     @staticmethod
     def read(path: Path) -> "File":
-        """Reads what `write` wrote.
+        """Reads what `write` wrote, and checks all that predictions and diagnostics have to hold.
 
         Raises:
             DataError: The file is missing, damaged or something else.
         """
         try:
-            with safetensors.safe_open(path, "pt") as file:
-                header = json.loads(file.metadata()["stochbn"])
-                return File(header, {name: file.get_tensor(name) for name in file.keys()})  # noqa: SIM118
-        except (safetensors.SafetensorError, OSError, LookupError, TypeError, ValueError) as error:
+            header, tensors, _ = storage.read(path, "stochbn")  # files of earlier versions have no checksum
+            check_contents(header, tensors)
+        except (OSError, ValueError) as error:
             raise DataError(
-                f"Expected a file that `stochbn evaluate` wrote, got {path} ({error}). Evaluate again."
+                f"Expected a file that `stochbn evaluate` wrote, got {path} ({storage.brief(error)}). Evaluate again."
             ) from error
+        return File(header, tensors, path)
 
 
 def is_current(path: Path, identity: Mapping[str, Any]) -> bool:

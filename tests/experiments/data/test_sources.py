@@ -6,7 +6,6 @@ import subprocess
 import sys
 import tarfile
 import threading
-import time
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -227,16 +226,6 @@ def test_failed_write_leaves_the_old_file_and_nothing_else(tmp_path, monkeypatch
         write_atomically(path, b"new")
     assert path.read_bytes() == b"old"
     assert list(path.parent.iterdir()) == [path]
-
-
-def test_a_write_removes_only_what_was_left_of_its_own_file_long_ago(tmp_path):
-    day = 86400
-    ages = {".file.abcdefg1": 2 * day, ".file.abcdefg2": day / 2, ".file.backup": 2 * day, ".other.abcdefg1": 2 * day}
-    for name, age in ages.items():
-        (tmp_path / name).write_bytes(b"half")
-        os.utime(tmp_path / name, (time.time() - age,) * 2)
-    write_atomically(tmp_path / "file", b"whole")
-    assert {path.name for path in tmp_path.iterdir()} == {"file", *ages} - {".file.abcdefg1"}
 
 
 def test_archive_members_are_read_by_name_and_never_extracted(make_archive, tmp_path):

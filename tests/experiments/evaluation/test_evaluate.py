@@ -2,6 +2,7 @@
 
 import csv
 import io
+import json
 import re
 from dataclasses import asdict, replace
 from pathlib import Path
@@ -11,12 +12,16 @@ import pytest
 import torch
 from PIL import Image
 from rich.console import Console
+from safetensors.torch import save
 
 import stochbn
+from stochbn.distributions import storage
 from stochbn.distributions.seeds import member_seed
+from stochbn.experiments.data.sources import DataError
 from stochbn.experiments.data.splits import Split, draw_known_classes, load_split, to_inputs
-from stochbn.experiments.evaluation.evaluate import evaluate, evaluate_network
+from stochbn.experiments.evaluation.evaluate import evaluate, evaluate_network, is_evaluated
 from stochbn.experiments.evaluation.inference import TrainedNetwork, fit, input_batches, tune
+from stochbn.experiments.evaluation.plan import plan
 from stochbn.experiments.files import File, diagnostics_path, prediction_path, unpack
 from stochbn.experiments.methods import Drawing
 from stochbn.experiments.report.report import write_report
@@ -106,6 +111,31 @@ def test_what_is_current_is_not_computed_again(results: Path, monkeypatch: pytes
             evaluate(TINY, results, num_samples=6, console=Console(file=io.StringIO()))
     finally:
         damaged.write_bytes(before[damaged.name])
+
+
+@pytest.mark.usefixtures("_cache")
+def test_what_the_report_refuses_is_made_again(results: Path, tmp_path: Path) -> None:
+    console, path = Console(file=io.StringIO()), prediction_path(tmp_path, "tiny", 0)
+    sound = prediction_path(results, "tiny", 0).read_bytes()
+    header, tensors, _ = storage.read(prediction_path(results, "tiny", 0), "stochbn")
+    earlier = save(tensors, {"stochbn": json.dumps(header)})  # as versions without a checksum wrote it
+    path.parent.mkdir()
+    path.write_bytes(earlier)
+    assert is_evaluated(PLAIN, 0, tmp_path, num_samples=6)
+    evaluate_network(TINY, PLAIN, 0, tmp_path, num_samples=6, console=console)
+    assert path.read_bytes() == earlier
+    flipped = bytearray(sound)
+    flipped[-9] ^= 1  # a number that could as well be this one
+    wrong = save(tensors | {"labels": tensors["labels"] + 100}, {"stochbn": json.dumps(header)})
+    for damaged in (bytes(flipped), wrong):
+        path.write_bytes(damaged)
+        with pytest.raises(DataError, match=r"got .*tiny-seed0\.safetensors \(.*\)\. Evaluate again\.$"):
+            write_report(tmp_path, console=console)
+        assert not is_evaluated(PLAIN, 0, tmp_path, num_samples=6)
+        assert [run.state for run in plan(replace(TINY, num_seeds=1, num_dropout_seeds=0), tmp_path)] == ["left"]
+        evaluate_network(TINY, PLAIN, 0, tmp_path, num_samples=6, console=console)
+        again = File.read(path).tensors
+        assert all(torch.equal(again[name], tensor) for name, tensor in tensors.items())
 
 
 @pytest.mark.usefixtures("_cache")
@@ -236,7 +266,7 @@ def test_networks_that_differ_in_an_option_are_not_reported_together(
     file.write(prediction_path(tmp_path, "tiny", 0))
     File(file.header | {"options": "--optimizer sgd"}, file.tensors).write(prediction_path(tmp_path, "tiny-sgd", 0))
     assert run("report", str(tmp_path)) == 2
-    assert "of one experiment, got options --optimizer sgd and None. Keep each" in capsys.readouterr().err
+    assert "of one experiment, got options --optimizer sgd and None in" in capsys.readouterr().err
 
 
 def test_a_checkpoint_of_another_recipe_is_refused(

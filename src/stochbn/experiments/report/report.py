@@ -7,15 +7,20 @@ the same bytes.
 """
 
 import base64
+import hashlib
 import json
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
+from urllib.parse import quote
 
 import jinja2
 from matplotlib.figure import Figure
 from rich.console import Console
 
+from stochbn.distributions.storage import brief
 from stochbn.experiments.data.sources import DataError, write_atomically
 from stochbn.experiments.files import File, diagnostics_path
 from stochbn.experiments.report import diagnostic_figures, figures, tables
@@ -42,15 +47,21 @@ def write_report(folder: Path, *, console: Console | None = None) -> Path:
     """
     console = console or Console()
     files, diagnostics = read_files(folder)
+    with _blaming(folder / "predictions"):
+        return _write_report(folder, files, diagnostics, console)
+
+
+def _write_report(folder: Path, files: list[File], diagnostics: File | None, console: Console) -> Path:
     results = collect(files)
     experiment, title = results.header["experiment"], describe_title(results)
     scores = score(results)
     papers = set_beside(experiment, scores)
     claims = [*check_claims(results, scores), *check_reproduction(experiment, scores, papers)]
-    exact = select_exact(results, diagnostics) if diagnostics else None
-    exact_scores = score(exact) if exact else {}
+    with _blaming(diagnostics_path(folder)):
+        exact = select_exact(results, diagnostics) if diagnostics else None
+        exact_scores, measured = score(exact) if exact else {}, summarise(diagnostics)
     differences, labels = compare_recommended(results), {key: scored.label for key, scored in results.methods.items()}
-    provenance, measured = describe_provenance(files, results), summarise(diagnostics)
+    provenance = describe_provenance(files, results)
     numbers = {
         "experiment": experiment,
         "provenance": provenance,
@@ -80,7 +91,7 @@ def write_report(folder: Path, *, console: Console | None = None) -> Path:
         num_checked=sum(claim.holds is not None for claim in claims),
         notes=notes,
         metrics=METRICS,
-        images=_write_figures(folder / "figures", draw_all(results, files, diagnostics)),
+        images=_write_figures(folder, draw_all(results, files, diagnostics)),
         has_paper=bool(papers),
         measured=measured,
         provenance=provenance,
@@ -88,11 +99,11 @@ def write_report(folder: Path, *, console: Console | None = None) -> Path:
     text = {
         "scores.json": json.dumps(tables.rounded(numbers), indent=1, ensure_ascii=False) + "\n",
         "table.csv": tables.to_csv(results, scores, papers),
-        "table.md": "\n\n".join([*map(tables.to_markdown, shown), *notes]) + "\n",
+        "table.md": "\n\n".join([*map(tables.to_markdown, shown), *map(tables.escape, notes)]) + "\n",
         "report.html": page,
     }
     for name, content in text.items():
-        write_atomically(folder / name, content.encode())
+        _write(folder, name, content.encode())
     tables.print_tables(console, title, results, scores, papers, claims)
     for grid in appendices:
         tables.print_grid(console, grid)
@@ -138,9 +149,14 @@ def draw_all(results: Results, files: list[File], diagnostics: File | None) -> d
     drawn["reliability"] = figures.draw_reliability(results)
     drawn["rejection"] = figures.draw_rejection(results)
     drawn["training"] = figures.draw_training(files)
-    if diagnostics is None:
-        return drawn
-    header = diagnostics.header
+    if diagnostics is not None:
+        with _blaming(diagnostics.path):
+            drawn |= _draw_diagnostics(diagnostics)
+    return drawn
+
+
+def _draw_diagnostics(diagnostics: File) -> dict[str, Figure]:
+    drawn, header = {}, diagnostics.header
     if "by_samples" in header:
         drawn["samples"] = diagnostic_figures.draw_effect(header["by_samples"], "num_samples")
     if "by_batch_size" in header:
@@ -155,6 +171,30 @@ def draw_all(results: Results, files: list[File], diagnostics: File | None) -> d
     if "gallery" in header:
         drawn["gallery"] = diagnostic_figures.draw_gallery(diagnostics)
     return drawn
+
+
+def to_file_name(name: str) -> str:
+    """Returns a name that is one part of a path, whatever a file calls a layer; different names stay different.
+
+    Examples:
+        >>> to_file_name("statistics-conv1"), to_file_name("statistics-/../up")
+        ('statistics-conv1', 'statistics-%2F..%2Fup')
+    """
+    quoted = quote(name, safe="")
+    # File systems take 255 bytes, of which the ending and what a half-written file is called need some.
+    return quoted if len(quoted) <= 200 else f"{quoted[:120]}-{hashlib.sha256(name.encode()).hexdigest()}"
+
+
+@contextmanager
+def _blaming(path: Path | None) -> Iterator[None]:
+    """Says of anything unforeseen which files it is in: they were checked, but numbers may be too large to draw."""
+    try:
+        yield
+    except (DataError, OSError):
+        raise
+    except Exception as error:
+        reason = f"{type(error).__name__}: {brief(error)}"
+        raise DataError(f"Expected to report {path}, got something beyond it ({reason}). Evaluate again.") from error
 
 
 def _render_page(**content: Any) -> str:
@@ -172,17 +212,27 @@ def _render_page(**content: Any) -> str:
 def _write_figures(folder: Path, drawn: dict[str, Figure]) -> dict[str, str]:
     """Writes each figure as PNG and SVG, removes those of an earlier report, and returns the SVGs as data URIs."""
     images, written = {}, set()
-    for name, figure in drawn.items():
-        for kind, content in figures.render(figure).items():
-            write_atomically(folder / f"{name}.{kind}", content)
-            written.add(f"{name}.{kind}")
+    rendered = {name: figures.render(figure) for name, figure in drawn.items()}  # before any is replaced
+    for name, formats in rendered.items():
+        for kind, content in formats.items():
+            file_name = f"{to_file_name(name)}.{kind}"
+            _write(folder, f"figures/{file_name}", content)
+            written.add(file_name)
             if kind == "svg":
                 images[name] = f"data:image/svg+xml;base64,{base64.b64encode(content).decode()}"
-    for path in folder.iterdir():
+    for path in (folder / "figures").iterdir():
         ours = path.stem in _FIGURES or path.stem.startswith("statistics-")
         if ours and path.suffix in (".png", ".svg") and path.name not in written:
             path.unlink()
     return images
+
+
+def _write(folder: Path, name: str, content: bytes) -> None:
+    """Writes a file of the report, which may be on files from elsewhere: no link among them leads out of the folder."""
+    path = folder / name
+    if folder.resolve() not in path.resolve().parents:
+        raise DataError(f"Expected to write into {folder}, got {path}, a link to {path.resolve()}. Remove the link.")
+    write_atomically(path, content)
 
 
 def _describe_methods(results: Results, scores: Scores, papers: Papers) -> dict[str, Any]:

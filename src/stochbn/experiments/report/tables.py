@@ -2,6 +2,7 @@
 
 import csv
 import io
+import re
 from collections.abc import Mapping, Sequence
 from dataclasses import astuple, dataclass
 from typing import Any
@@ -9,6 +10,7 @@ from typing import Any
 from rich import box
 from rich.console import Console
 from rich.table import Table
+from rich.text import Text
 
 from stochbn.experiments.files import File
 from stochbn.experiments.report.collect import has_dropout
@@ -116,8 +118,10 @@ def training_table(files: Sequence[File], results: Results) -> Grid:
         for seed, output in zip(results.methods[key].seeds, results.methods[key].outputs, strict=True)
     }
     rows = []
-    for file in (file for file in files if file.header.get("train_loss")):
+    for file in files:
         header, key = file.header, "dropout" if has_dropout(file) else "plain"
+        if not header.get("train_loss") or (key, header["seed"]) not in test:
+            continue
         losses = header["train_loss"][-1], header["validation_nll"][-1], test[key, header["seed"]]
         rows.append([f"{header['recipe']} seed {header['seed']}", *(f"{loss:.4f}" for loss in losses)])
     return Grid(["Network", "Training loss, last epoch", "Validation NLL", "Test NLL"], rows)
@@ -153,10 +157,23 @@ def to_markdown(grid: Grid) -> str:
         | --- | --- |
         | NLL | **0.02** |
     """
-    lines = [grid.header, ["---"] * len(grid.header)]
+    lines = [[*map(escape, grid.header)], ["---"] * len(grid.header)]
     for i, row in enumerate(grid.rows):
-        lines.append([f"**{cell}**" if (i, j) in grid.bold else cell for j, cell in enumerate(row)])
-    return "\n".join(f"| {' | '.join(cell.replace('|', chr(92) + '|') for cell in line)} |" for line in lines)
+        cells = map(escape, row)
+        lines.append([f"**{cell}**" if (i, j) in grid.bold else cell for j, cell in enumerate(cells)])
+    return "\n".join(f"| {' | '.join(line)} |" for line in lines)
+
+
+def escape(text: str) -> str:
+    r"""Returns Markdown that shows a text as it is, whatever a file calls its layers: no HTML, links or code.
+
+    Examples:
+        >>> print(escape("<b>|[a](b)| < 3"))
+        &lt;b>\|\[a\](b)\| < 3
+    """
+    text = re.sub(r"&(?=[\w#])", "&amp;", text)
+    text = re.sub(r"<(?=[A-Za-z/!?])", "&lt;", text)
+    return re.sub(r"([\\`|\[\]])", r"\\\1", text)
 
 
 def to_csv(results: Results, scores: Scores, papers: Papers) -> str:
@@ -188,11 +205,11 @@ def print_tables(
             theirs = papers[method]
             cells = [score_text(theirs.get(key), digits, "") for key, (_, _, digits) in columns.items()]
             table.add_row("  paper", *cells, style="dim")
-    console.print(table)
+    console.print(table, markup=False)
     colours = {True: "green", False: "red", None: "yellow"}
     for claim in claims:
-        console.print(f"[{colours[claim.holds]}]{_VERDICTS[claim.holds]}[/]  {claim.statement}", highlight=False)
-        console.print(f"[dim]  {claim.evidence}[/]", highlight=False)
+        console.print(Text.assemble((_VERDICTS[claim.holds], colours[claim.holds]), f"  {claim.statement}"))
+        console.print(Text(f"  {claim.evidence}", "dim"))
 
 
 def print_grid(console: Console, grid: Grid) -> None:
@@ -200,7 +217,7 @@ def print_grid(console: Console, grid: Grid) -> None:
     printed = _terminal_table(f"\n{grid.header[0]}", "", *grid.header[1:])
     for cells in grid.rows:
         printed.add_row(*cells)
-    console.print(printed)
+    console.print(printed, markup=False)
 
 
 def rounded(value: Any) -> Any:
@@ -215,7 +232,8 @@ def rounded(value: Any) -> Any:
 
 
 def _terminal_table(title: str, *columns: str) -> Table:
-    table = Table(*columns, title=title, title_justify="left", box=box.SIMPLE_HEAD)
+    # A title of plain text would be read as markup, also where the rest is not.
+    table = Table(*columns, title=Text(title, "table.title"), title_justify="left", box=box.SIMPLE_HEAD)
     table.show_edge, table.pad_edge, table.padding = False, False, (0, 1, 0, 0)
     return table
 

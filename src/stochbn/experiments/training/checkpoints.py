@@ -2,24 +2,24 @@
 
 It holds the weights, and while training goes on also the optimiser's tensors and torch's random state. The recipe,
 the seed and the history are JSON in the file's own header, so they cannot disagree with the weights. The file is
-replaced atomically and carries a SHA-256 of its tensors; nothing in it is pickled.
+replaced atomically and carries a checksum; nothing in it is pickled.
 """
 
 import hashlib
-import json
 import os
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 from pathlib import Path
+from typing import Literal, TypedDict
 
-import safetensors
 import torch
-from safetensors.torch import save
 from torch import Tensor, nn
 
-from stochbn.experiments.data.sources import cache_dir, write_atomically
+from stochbn.distributions import storage
+from stochbn.experiments.data.sources import cache_dir, writable
+from stochbn.experiments.schema import Index, check
 from stochbn.experiments.training.recipes import Recipe
 
 try:
@@ -29,6 +29,14 @@ except ImportError:  # on Windows
 
 FORMAT = "stochbn-checkpoint-1"
 _PATIENCE = 1.0  # seconds to try for a lock: somebody may only be looking whether it is held
+
+
+class _Header(TypedDict):
+    format: Literal["stochbn-checkpoint-1"]
+    recipe: Recipe
+    seed: Index
+    history: list[dict[str, float]]
+    sha256: str  # of the tensors; earlier versions wrote no other checksum
 
 
 class CheckpointError(Exception):
@@ -70,21 +78,20 @@ def read_checkpoint(path: Path) -> Checkpoint:
     if not path.exists():
         raise CheckpointError(f"Expected a checkpoint at {path}, got none. Train the network first.")
     try:
-        with safetensors.safe_open(path, "pt") as file:
-            header = json.loads(file.metadata()["checkpoint"])
-            tensors = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118
-        if header["format"] != FORMAT or header["sha256"] != digest(tensors):
-            raise ValueError("another format or a wrong SHA-256")
+        header, tensors, _ = storage.read(path, "checkpoint")
+        check(header, _Header, "header")
+        if header["sha256"] != digest(tensors):
+            raise ValueError("a wrong SHA-256")
         recipe = Recipe(**header["recipe"])
-    except (safetensors.SafetensorError, OSError, LookupError, TypeError, ValueError) as error:
+        groups: dict[str, dict[str, Tensor]] = {"weights": {}, "resume": {}}
+        for name, tensor in tensors.items():
+            group, _, key = name.partition("/")
+            groups[group][key] = tensor
+    except (OSError, LookupError, TypeError, ValueError) as error:
         raise CheckpointError(
-            f"Expected a checkpoint of format {FORMAT}, got a damaged or foreign file: {path} ({error}). "
-            "Delete it to train again."
+            f"Expected a checkpoint of format {FORMAT}, got a damaged or foreign file: {path} "
+            f"({storage.brief(error)}). Delete it to train again."
         ) from error
-    groups: dict[str, dict[str, Tensor]] = {"weights": {}, "resume": {}}
-    for name, tensor in tensors.items():
-        group, _, key = name.partition("/")
-        groups[group][key] = tensor
     return Checkpoint(recipe, header["seed"], header["history"], **groups)
 
 
@@ -129,7 +136,8 @@ def write_checkpoint(path: Path, checkpoint: Checkpoint) -> None:
         "num_threads": torch.get_num_threads(),
         "sha256": digest(tensors),
     }
-    write_atomically(path, save(tensors, {"checkpoint": json.dumps(header)}))
+    with writable(path.parent):
+        storage.write(path, "checkpoint", header, tensors)
 
 
 @contextmanager
@@ -196,10 +204,24 @@ def load_network(path: Path) -> nn.Module:
     if not checkpoint.finished:
         epochs = f"epoch {len(checkpoint.history)} of {checkpoint.recipe.epochs}"
         raise CheckpointError(f"Expected a finished run, got one at {epochs}: {path}. Train it to the end first.")
-    with torch.random.fork_rng(devices=[]):
-        network = checkpoint.recipe.build_network()
-    network.load_state_dict(checkpoint.weights)
+    try:
+        with torch.random.fork_rng(devices=[]):
+            with torch.device("meta"):  # first without memory, of which a foreign recipe may ask for any amount
+                expected = _describe(checkpoint.recipe.build_network().state_dict())
+            if _describe(checkpoint.weights) != expected:
+                raise ValueError("other names, types or shapes")
+            network = checkpoint.recipe.build_network()
+        network.load_state_dict(checkpoint.weights)
+    except (ValueError, TypeError, RuntimeError, ArithmeticError) as error:
+        raise CheckpointError(
+            f"Expected weights of {checkpoint.recipe.name}, got others in {path} ({storage.brief(error)}). "
+            "Delete it to train again."
+        ) from error
     return network.eval()
+
+
+def _describe(weights: Mapping[str, Tensor]) -> dict[str, tuple[torch.dtype, torch.Size]]:
+    return {name: (tensor.dtype, tensor.shape) for name, tensor in weights.items()}
 
 
 def digest(tensors: dict[str, Tensor]) -> str:
