@@ -2,11 +2,12 @@
 # make test   set up, then format, lint, types and tests
 # make docs   set up, then the documentation as a site, site/index.html; a broken link fails
 # make bench  set up, then speed and memory against everything else, in half an hour on an idle machine
+# make soak   set up, then ten minutes of threads, interrupts and faults; anything wrong or left over fails
 
 PYTHON ?= python3
 BIN := .venv/bin
 
-.PHONY: test check format demo docs bench clean
+.PHONY: test check format demo docs bench soak clean
 
 .venv/ready: pyproject.toml constraints.txt
 	$(PYTHON) -m venv .venv
@@ -47,6 +48,9 @@ bench: .venv/bench/ready
 .venv/bench/ready: .venv/ready benchmarks/requirements.txt
 	-$(BIN)/python -m pip install --quiet --disable-pip-version-check --no-deps --upgrade --target .venv/bench \
 		-r benchmarks/requirements.txt && touch $@
+
+soak: .venv/ready
+	$(BIN)/python -m benchmarks.soak --minutes 10
 
 clean:
 	rm -rf .venv .docs demo site .pytest_cache .mypy_cache .ruff_cache .hypothesis
