@@ -3,11 +3,12 @@
 # make fuzz   set up, then damaged and hostile files for five minutes; SECONDS=60 for another time
 # make docs   set up, then the documentation as a site, site/index.html; a broken link fails
 # make bench  set up, then speed and memory against everything else, in half an hour on an idle machine
+# make soak   set up, then ten minutes of threads, interrupts and faults; anything wrong or left over fails
 
 PYTHON ?= python3
 BIN := .venv/bin
 
-.PHONY: test check fuzz format demo docs bench clean
+.PHONY: test check fuzz format demo docs bench soak clean
 
 .venv/ready: pyproject.toml constraints.txt
 	$(PYTHON) -m venv .venv
@@ -54,6 +55,9 @@ bench: .venv/bench/ready
 .venv/bench/ready: .venv/ready benchmarks/requirements.txt
 	-$(BIN)/python -m pip install --quiet --disable-pip-version-check --no-deps --upgrade --target .venv/bench \
 		-r benchmarks/requirements.txt && touch $@
+
+soak: .venv/ready
+	$(BIN)/python -m benchmarks.soak --minutes 10
 
 clean:
 	rm -rf .venv .docs demo site .pytest_cache .mypy_cache .ruff_cache .hypothesis

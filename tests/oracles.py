@@ -1,6 +1,5 @@
 """Networks that the tests share, and the oracles: naive ways to the same numbers."""
 
-import copy
 from collections.abc import Callable, Iterable
 
 import numpy as np
@@ -9,10 +8,8 @@ from torch import Tensor, nn
 
 import stochbn
 from stochbn.distributions.base import Layer
-from stochbn.statistics.layers import find_layers
 from stochbn.statistics.moments import Moments
-from stochbn.statistics.normalization import Answering, BatchNormalization
-from stochbn.statistics.twin import make_twin
+from stochbn.testing import hooked_statistics, naive_outputs
 
 
 class NormAct(nn.BatchNorm2d):
@@ -41,16 +38,8 @@ def calibrate(model: nn.Module, batches: Iterable[Tensor]) -> nn.Module:
 def naive(
     model: nn.Module, draws: stochbn.Draws, x: Tensor, change: Callable[[nn.Module], None] = lambda network: None
 ) -> Tensor:
-    """The oracle: one deep copy of the model a draw, its buffers overwritten, then changed. (S, N, K)"""
-    outputs = []
-    for index in range(len(draws)):
-        network = copy.deepcopy(model).eval()
-        for name, buffer in network.named_buffers():
-            if name in draws.buffers:
-                buffer.copy_(draws.buffers[name][index])
-        change(network)
-        outputs.append(network(x.clone()).detach().softmax(1))
-    return torch.stack(outputs)
+    """The oracle: probabilities of one deep copy of the model a draw. (S, N, K)"""
+    return naive_outputs(model, draws, x, change=change).softmax(2)
 
 
 def small_cnn(dropout: float = 0.0, classes: int = 3) -> nn.Module:
@@ -73,13 +62,7 @@ def small_cnn(dropout: float = 0.0, classes: int = 3) -> nn.Module:
 
 def observed(model: nn.Module, batches: list[Tensor]) -> Tensor:
     """The oracle: each mini-batch's statistics in a pass of its own, (B, 2, ΣC)."""
-    rows = []
-    for batch in batches:
-        normalization = BatchNormalization(find_layers(model))
-        with torch.no_grad(), Answering(normalization.answer):
-            make_twin(model)(batch)
-            rows.append(torch.cat([seen[0] for seen in normalization.observed.take().values()], dim=1))
-    return torch.stack(rows)
+    return torch.from_numpy(np.concatenate(list(hooked_statistics(model, batches).values()), axis=2))
 
 
 def flat(draws: stochbn.Draws, stats: stochbn.Distribution) -> np.ndarray:

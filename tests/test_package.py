@@ -31,6 +31,7 @@ ROOMS = {
     "decisions": None,
     "experiments.schema": None,
     "experiments.contents": None,
+    "testing": ["references", "fingerprint", "checks", "suite"],
     "experiments.data": ["sources", "publications", "embedded", "splits", "corruptions"],
     "experiments.training": ["networks", "recipes", "checkpoints", "train"],
     "experiments.methods": None,
@@ -109,6 +110,8 @@ def test_core_needs_torch_safetensors_and_tqdm_only() -> None:
         "            raise ModuleNotFoundError(name)\n"
         "sys.meta_path.insert(0, Refuse())\n"
         "import stochbn\n"
-        "assert not [m for m in sys.modules if m.startswith(('stochbn.experiments', 'stochbn.cli'))]\n"
+        "rooms = 'stochbn.experiments', 'stochbn.cli', 'stochbn.testing'\n"
+        "assert not [m for m in sys.modules if m.startswith(rooms)]\n"
+        "import stochbn.testing\n"
     )
     subprocess.run([sys.executable, "-c", script], check=True, timeout=300)
