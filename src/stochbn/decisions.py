@@ -20,7 +20,7 @@ from typing import Any, Literal, TypeVar, get_args
 import torch
 from torch import Tensor
 
-from stochbn.distributions.files import write_atomically
+from stochbn.distributions.storage import write_atomically
 from stochbn.inference.prediction import Link, Prediction
 from stochbn.statistics.checks import listing
 from stochbn.uncertainty import class_indices

@@ -2,6 +2,8 @@
 
 import copy
 import math
+import signal
+import threading
 
 import pytest
 import torch
@@ -9,6 +11,7 @@ from torch import Tensor, nn
 
 import stochbn
 from oracles import calibrate
+from stochbn.statistics.restoring import run_uninterrupted
 from stochbn.statistics.twin import make_twin
 
 
@@ -181,3 +184,31 @@ def test_dropout_is_active_only_when_asked(dropout_model: nn.Module) -> None:
 
     twin = make_twin(dropout_model.train(), dropout=True)
     assert [m.training for m in twin] == [isinstance(m, nn.Dropout) for m in twin]
+
+
+def test_what_was_interrupted_while_it_waited_never_begins() -> None:
+    lock, ran = threading.RLock(), []
+    held, release = threading.Event(), threading.Event()
+
+    def hold() -> None:
+        with lock:
+            held.set()
+            release.wait()
+
+    threading.Thread(target=hold, daemon=True).start()
+    held.wait()
+    before = set(threading.enumerate())
+    previous = signal.signal(signal.SIGALRM, signal.default_int_handler)  # as Ctrl-C, which a runner may ignore
+    try:
+        for _ in range(3):
+            signal.setitimer(signal.ITIMER_REAL, 0.05)
+            with pytest.raises(KeyboardInterrupt):
+                run_uninterrupted(lambda: ran.append(1), "cpu", lock)
+    finally:
+        signal.signal(signal.SIGALRM, previous)
+    release.set()
+    for thread in set(threading.enumerate()) - before:
+        thread.join(10)
+    assert ran == []
+    run_uninterrupted(lambda: ran.append(2), "cpu", lock)
+    assert ran == [2]

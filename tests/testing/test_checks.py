@@ -14,7 +14,7 @@ from torch.nn import functional as F
 
 import stochbn
 from oracles import calibrate
-from stochbn.distributions import files
+from stochbn.distributions import storage
 from stochbn.testing import CheckError, check_model
 from stochbn.testing import checks as module
 from stochbn.testing.checks import CHECKS
@@ -245,7 +245,7 @@ def test_round_trip(model: nn.Module, x: Tensor, batches: list[Tensor], monkeypa
 def test_a_file_that_is_not_written(
     model: nn.Module, x: Tensor, batches: list[Tensor], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(files, "write_atomically", lambda *_: None)
+    monkeypatch.setattr(storage, "write_atomically", lambda *_: None)
     assert_only("round trip", failing(model, x, batches), "FileNotFoundError")
 
 

@@ -34,6 +34,7 @@ OWN: dict[str, tuple[Callable[[], nn.Module], tuple[int, ...]]] = {
 LONG = {"monai DenseNet121": ("conditioned", "unchanged"), "transformers MobileNetV2": ("conditioned", "unchanged")}
 
 
+@pytest.mark.filterwarnings("ignore:The model has seen")  # it was calibrated on larger batches
 @pytest.mark.parametrize("kind", [*OWN, *NETWORKS])
 def test_every_network_passes(kind: str) -> None:
     build, shape = {**OWN, **NETWORKS}[kind]

@@ -44,7 +44,7 @@ def _call(model: nn.Module, arguments: Any, item: Any) -> Any:
         kind = TypeError if isinstance(error, (TypeError, AttributeError)) else RuntimeError
         advice = "Pass call= to say how the model is called, as in call=lambda model, batch: model(batch['image'])."
         if kind is RuntimeError and isinstance(arguments, Tensor):
-            advice = f"Pass inputs shaped as in training, a single one as x.unsqueeze(0). If they are, p{advice[1:]}"
+            advice = f"Pass inputs shaped as in training, a single one as x.unsqueeze(0). {advice}"
         raise kind(
             f"Expected a batch that {type(model).__name__} can take, got {describe(item)} ({error}). {advice}"
         ) from error

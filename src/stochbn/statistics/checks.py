@@ -24,6 +24,8 @@ def listing(names: Iterable[str], most: int = 6) -> str:
         "'a', 'b', 'c', 'd', 2 more, 'g', 'h'"
     """
     names = list(map(repr, names))
-    if len(names) > most:
-        names = [*names[: most - 2], f"{len(names) - most} more", *names[-2:]]
-    return ", ".join(names)
+    if len(names) <= most:
+        return ", ".join(names)
+    if most < 6:  # too few to spare some for the end
+        return f"{', '.join(names[:most])} and {len(names) - most} more"
+    return ", ".join([*names[: most - 2], f"{len(names) - most} more", *names[-2:]])

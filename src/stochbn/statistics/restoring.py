@@ -3,7 +3,7 @@
 import operator
 import threading
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from typing import Any
 
 import torch
@@ -80,30 +80,38 @@ def raise_if_interrupted(error: BaseException) -> None:
         cause = cause.__context__
 
 
-def run_uninterrupted(function: Callable[[], None], device: str) -> None:
+def run_uninterrupted(function: Callable[[], None], device: str, lock: AbstractContextManager[Any]) -> None:
     """Runs a function that Ctrl-C must not end halfway: in a thread of its own, since Python interrupts the main one.
 
-    The main thread can be interrupted while it waits; the function then ends by itself.
+    The main thread can be interrupted while it waits. The function then ends by itself, if it has begun; while it still
+    waits for others it never begins, or interrupted calls would queue up.
 
     Args:
         function: Uses none of the thread's modes but autocast.
         device: Type of the device whose autocast it uses.
+        lock: Held while it runs; the thread may take it again.
     """
     if threading.current_thread() is not threading.main_thread():
         function()
         return
     autocast = torch.autocast(device, torch.get_autocast_dtype(device), torch.is_autocast_enabled(device))
     errors: list[BaseException] = []
+    abandoned = threading.Event()
 
     def run() -> None:
         try:
-            with autocast, torch.no_grad():
-                function()
+            with lock, autocast, torch.no_grad():
+                if not abandoned.is_set():
+                    function()
         except BaseException as error:
             errors.append(error)
 
     thread = threading.Thread(target=run, daemon=True)
     thread.start()
-    thread.join()
+    try:
+        thread.join()
+    except BaseException:
+        abandoned.set()
+        raise
     if errors:
         raise errors[0]

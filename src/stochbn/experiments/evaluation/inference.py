@@ -114,7 +114,9 @@ def fit(
     network: nn.Module, training: Split, recipe: Recipe, *, batch_size: int | None = None, **options: Any
 ) -> stochbn.Distribution:
     """Fits on all training data, augmented as in training, with the recipe's mini-batch size or another."""
-    with torch.random.fork_rng(devices=[]):
+    with torch.random.fork_rng(devices=[]), warnings.catch_warnings():
+        # The recipe has the size, and layers count steps of the optimiser, each of several ghost batches.
+        warnings.filterwarnings("ignore", message="The model has seen")
         torch.manual_seed(DRAW_SEED)  # of dropout and augmentation
         options = {"progress": False, "batch_size": batch_size or recipe.mini_batch_size} | options
         return stochbn.fit(network, training_batches(training, recipe), **options)

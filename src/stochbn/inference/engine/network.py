@@ -23,7 +23,7 @@ from torch import Tensor, nn
 from stochbn.distributions.base import Distribution
 from stochbn.inference.engine.affine import fold, fold_single
 from stochbn.inference.engine.captured import Captured, CaptureError, Prepared, Site
-from stochbn.inference.engine.code import Code, first_line
+from stochbn.inference.engine.code import TRACING, Code, first_line
 from stochbn.inference.engine.dropout import dropout_key, dropout_map
 from stochbn.inference.engine.graph import capture
 from stochbn.inference.engine.identity import identify_call, identify_item, identify_model
@@ -254,7 +254,7 @@ class Network:
                 graphs.popitem(last=False)
         with graph.lock:
             if not graph.is_done:
-                run_uninterrupted(partial(self._capture, graph, item), device)
+                run_uninterrupted(partial(self._capture, graph, item), device, TRACING)
         return graph
 
     def _capture(self, graph: "_Graph", item: Any) -> None:
