@@ -18,13 +18,13 @@ ROOMS = {
         *("checks", "items", "calls", "mini_batches", "layers", "moments", "normalization", "restoring", "twin"),
         "progress",
     ],
-    "distributions": ["seeds", "draws", "base", "factorized", "lowrank", "empirical", "files", "fit", "track"],
+    "distributions": ["seeds", "draws", "tuning", "base", "factorized", "lowrank", "empirical", "files", "fit", "track"],
     "uncertainty": None,
     "inference.engine": [
         *("affine", "dropout", "sampling", "stacking", "captured", "folding", "code", "graph", "identity"),
         *("verification", "network"),
     ],
-    "inference": ["prediction", "adaptive", "predict", "export", "tune", "exact"],
+    "inference": ["prediction", "adaptive", "predict", "export", "held_out", "choosing", "tune", "exact"],
     "experiments.data": ["sources", "publications", "embedded", "splits", "corruptions"],
     "experiments.training": ["networks", "recipes", "checkpoints", "train"],
     "experiments.methods": None,
@@ -46,7 +46,7 @@ def test_every_public_name_is_documented(name: str) -> None:
     documented = getattr(stochbn, name)
     assert documented.__doc__
     # The abstract class, and what functions return, are shown where they are made.
-    if name not in {"Distribution", "Tuning", "Prediction", "LowerBound", "Tracker"}:
+    if name not in {"Distribution", "Score", "Tuning", "Prediction", "LowerBound", "Tracker"}:
         assert ">>>" in documented.__doc__
 
 

@@ -9,7 +9,6 @@ import json
 import math
 import os
 import tempfile
-from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -17,10 +16,11 @@ import safetensors.torch
 import torch
 from torch import Tensor
 
-from stochbn.distributions.base import Distribution, Layer, Tuning, common_fields
+from stochbn.distributions.base import Distribution, Layer, common_fields
 from stochbn.distributions.empirical import Empirical
 from stochbn.distributions.factorized import Factorized
 from stochbn.distributions.lowrank import LowRank
+from stochbn.distributions.tuning import Score, Tuning
 from stochbn.statistics.moments import Moments
 
 FORMAT_VERSION = 2
@@ -45,7 +45,7 @@ def save(stats: Distribution, path: str | os.PathLike[str]) -> None:
         "excluded": stats.excluded,
         "dropout": stats.dropout,
         "conditioned": stats.conditioned,
-        "tuning": stats.tuning and asdict(stats.tuning),
+        "tuning": stats.tuning and stats.tuning.to_dict(),
         "layers": layers,
     }
     flat = {key: tensor.cpu().contiguous() for key, tensor in tensors.items()}
@@ -179,13 +179,20 @@ def _parse_layers(entries: list[dict[str, Any]], tensors: dict[str, Tensor]) -> 
 
 
 def _parse_tuning(found: dict[str, Any]) -> Tuning:
-    spread = found["spread"]
+    spread, noise = found["spread"], found.get("noise")
     numbers = [*(spread.values() if isinstance(spread, dict) else [spread]), found["temperature"]]
-    if not all(type(number) in (int, float) for number in numbers):
+    if not all(type(number) in (int, float) for number in [*numbers, *([] if noise is None else [noise])]):
         raise ValueError(f"impossible tuning {numbers}")
-    return Tuning(
-        spread, found["temperature"], tuple((float(k), float(t), float(loss)) for k, t, loss in found["curve"])
-    )
+    if "scores" in found:
+        scores = tuple(Score(**{key: _parse_number(value) for key, value in row.items()}) for row in found["scores"])
+    else:  # of version 0.1.0, which kept no more
+        scores = tuple(Score(float(k), float(t), float(loss)) for k, t, loss in found["curve"])
+    verdict = tuple(map(str, found.get("verdict", ())))
+    return Tuning(spread, found["temperature"], scores, noise, verdict)
+
+
+def _parse_number(value: Any) -> Any:
+    return value if value is None or isinstance(value, dict) else float(value)
 
 
 def _umask() -> int:
