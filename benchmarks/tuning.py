@@ -5,6 +5,7 @@ point of the curve; 200 others score the result, and the two digits that were le
 """
 
 import json
+import warnings
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
@@ -31,13 +32,17 @@ FAMILIES: dict[str, dict[str, Any]] = {
     "all layers, factorized": {},
     "last layer, empirical": {"layers": "last", "family": "empirical", "conditioned": True},
 }
+# Words for what a verdict says, and what it then contains.
+SAID = {"plain": "draws may still help", "narrower": "narrower", "few": "too few", "right": "without a mistake"}
 COLLAPSED = 0.1  # of the fitted spread's disagreement about unknown digits
 
 
 def main() -> None:
     """Measures, prints, and writes `results/tuning.json`."""
     console = Console(width=150)
-    rows = [row for seed in range(NUM_NETWORKS) for row in measure(seed)]
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # what is warned of is in the verdicts too
+        rows = [row for seed in range(NUM_NETWORKS) for row in measure(seed)]
     columns = ("seed", "family", "rule", "spread", "temperature", "nll", "epistemic", "collapsed", "says", "worse")
     table = Table(*columns, title=f"Tuned on {NUM_HELD_OUT} digits, scored on as many")
     for row in rows:
@@ -90,15 +95,7 @@ def measure(seed: int) -> Iterator[dict[str, Any]]:
                 "worse": difference > error,  # than the plain network at its temperature
                 "epistemic": float(epistemic),
                 "collapsed": rule != "plain" and bool(epistemic < COLLAPSED * scale),
-                "says": [
-                    word
-                    for word, part in {
-                        "plain": "draws may still help",
-                        "narrower": "narrower",
-                        "few": "too few",
-                    }.items()
-                    if part in said
-                ],
+                "says": [word for word, part in SAID.items() if part in said],
                 "verdict": chosen.verdict,
             }
 

@@ -18,7 +18,9 @@ ROOMS = {
         *("checks", "items", "calls", "mini_batches", "layers", "moments", "normalization", "restoring", "twin"),
         "progress",
     ],
-    "distributions": ["seeds", "draws", "tuning", "base", "factorized", "lowrank", "empirical", "files", "fit", "track"],
+    "distributions": [
+        *("seeds", "draws", "tuning", "base", "factorized", "lowrank", "empirical", "files", "fit", "track"),
+    ],
     "uncertainty": None,
     "inference.engine": [
         *("affine", "dropout", "sampling", "stacking", "captured", "folding", "code", "graph", "identity"),

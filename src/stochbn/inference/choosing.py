@@ -21,7 +21,8 @@ def compare(losses: Tensor, reference: Tensor) -> tuple[float, float]:
 
     Examples:
         >>> import torch
-        >>> compare(torch.tensor([1.0, 3.0]), torch.tensor([1.0, 1.0]))
+        >>> difference, error = compare(torch.tensor([1.0, 3.0]), torch.tensor([1.0, 1.0]))
+        >>> difference, round(error, 6)
         (1.0, 1.0)
     """
     differences = losses - reference
@@ -35,7 +36,7 @@ def choose_nearest(losses: Tensor, distances: Sequence[float]) -> int:
 
     Examples:
         >>> import torch
-        >>> losses = torch.tensor([[2.0, 2.0, 2.0], [1.0, 1.1, 1.2], [0.9, 1.1, 1.2]])
+        >>> losses = torch.tensor([[2.0, 2.0, 2.0], [1.0, 1.2, 1.1], [0.9, 1.1, 1.2]])
         >>> choose_nearest(losses, distances=[0, 1, 2])
         1
     """
@@ -91,6 +92,10 @@ class Choice:
     def _level_to_compare(self, row: int) -> int:
         return self.best_level(row) if self.unit is None or self.is_free else self.unit
 
+    @property
+    def _count(self) -> str:
+        return f"{self.losses.values.shape[2]:,} inputs"
+
     @cached_property
     def reference(self) -> tuple[int, int]:
         """Row and level of the fitted spread, or of the plain network if there is no spread."""
@@ -129,35 +134,39 @@ class Choice:
             return f"{name} with noise {value}"
         return name if level == self.unit else f"{name} {'at' if spread is None else 'and'} temperature {value}"
 
+    @property
+    def is_separable(self) -> bool:
+        """Whether no input asks for less confidence, so that the surest network would win however sure it is."""
+        return self.unit is not None and bool((self.losses.values[0, 0] <= self.losses.values[0, self.unit]).all())
+
+    def tell_winner(self, row: int, level: int, rival_level: int) -> str:
+        """Says whether draws or the network without them had the lower NLL."""
+        rival = (0, rival_level)
+        gap, error = self.compare((row, level), rival)
+        winner, loser = ((row, level), rival) if gap <= 0 else (rival, (row, level))
+        size = f"{abs(gap):.4f} ± {error:.4f}{'' if abs(gap) > error else ', which may be chance'}"
+        advice = "" if gap <= 0 else "; draws may still help out of domain"
+        names = f"{self.describe(*winner)} had a lower NLL than {self.describe(*loser)}"
+        return f"On {self._count}, {names}, by {size}{advice}."
+
     def verdict(self, row: int, level: int, scores: Sequence[Score]) -> list[str]:
         """Says in sentences what won, whether the network is sure enough, and why a spread was taken."""
-        values = self.losses.values
-        rival, count = (0, self.best_level(0)), f"{values.shape[2]:,} inputs"
-        said = []
-        if row:
-            gap, error = self.compare((row, level), rival)
-            winner, loser = ((row, level), rival) if gap <= 0 else (rival, (row, level))
-            size = f"{abs(gap):.4f} ± {error:.4f}{'' if abs(gap) > error else ', which may be chance'}"
-            advice = "" if gap <= 0 else "; draws may still help out of domain"
-            said.append(
-                f"On {count}, {self.describe(*winner)} had a lower NLL than {self.describe(*loser)}, by {size}{advice}."
-            )
+        rival = (0, self.best_level(0))
+        said = [self.tell_winner(row, level, rival[1])] if row else []
         if self.unit is not None:
             gain, error = self.compare(rival, (0, self.unit))
             if gain < -error:
                 kind = "overconfident" if self.losses.levels[rival[1]] > 1 else "underconfident"
                 name = "Dropout alone" if self.dropout else "The plain network"
                 said.append(f"{name} is {kind}: its best temperature is {self.losses.levels[rival[1]]:.3g}.")
-        return [*said, *self._explain(row, level, scores, count)]
+        return [*said, *self._explain(row, level, scores)]
 
-    def _explain(self, row: int, level: int, scores: Sequence[Score], count: str) -> list[str]:
+    def _explain(self, row: int, level: int, scores: Sequence[Score]) -> list[str]:
         """Says why what was fitted stands, or what changing the spread means."""
         spread = self.losses.spreads[row]
         stands = "temperature 1 stands" if spread is None else "the fitted spread stands"
         if (row, level) == self.reference and all(abs(s.difference or 0) <= (s.standard_error or 0) for s in scores):
-            return [
-                f"{count.capitalize()} are too few to choose: no difference exceeds its standard error. So {stands}."
-            ]
+            return [f"{self._count} are too few to choose: no difference exceeds its standard error. So {stands}."]
         if spread == 1.0 and len({str(s.spread) for s in scores}) > 2:
             return ["No spread is better than the fitted one by more than one standard error, so that stands."]
         if spread is None:

@@ -61,7 +61,8 @@ def tune(  # type: ignore[misc]
     The plain network, the fitted spread and spreads around it are scored on the same data, each with a temperature too.
     The fitted spread stands unless another is better by more than one standard error of their paired difference. Then
     the nearest to it is taken that is within one standard error of the best. So it is with a temperature, against 1.
-    `print(stats.tuning)` shows the scores and says what they mean. No model is changed.
+    `print(stats.tuning)` shows the scores and says what they mean. Data without a single mistake choose nothing, as the
+    surest network would win, however sure. No model is changed.
 
     A spread of k multiplies every deviation from the centre by k. The variances of batch statistics fall with the size
     of the batch, so it stands for mini-batches k² times smaller than those of training. The cost is that of 57 passes
@@ -99,9 +100,8 @@ def tune(  # type: ignore[misc]
         >>> import stochbn, torch
         >>> _ = torch.manual_seed(2)
         >>> model = nn.Sequential(nn.Linear(2, 8), nn.BatchNorm1d(8, momentum=None), nn.ReLU(), nn.Linear(8, 3))
-        >>> batches = [(torch.randn(16, 2), torch.randint(3, (16,))) for _ in range(20)]
-        >>> for x, _ in batches:
-        ...     _ = model(x)
+        >>> inputs = [torch.randn(16, 2) for _ in range(20)]
+        >>> batches = [(x, model(x).softmax(1).multinomial(1)[:, 0]) for x in inputs]
         >>> stats = stochbn.fit(model, batches[:10], progress=False)
         >>> tuned = stochbn.tune(model, stats, batches[10:], progress=False)
         >>> tuned
@@ -109,8 +109,8 @@ def tune(  # type: ignore[misc]
         >>> len(tuned.tuning.scores) >= 9
         True
         >>> plain = stochbn.tune(model, None, batches[10:], progress=False)
-        >>> plain.temperature >= 1
-        True
+        >>> plain
+        Tuning(spread=None, temperature=1.0, noise=None)
     """
     models, members = _list_members(model, stats)
     for member in members:
@@ -202,7 +202,7 @@ class _Search:
         spreads = () if not self.held_out.members else SPREADS if self.choose != "temperature" else (1.0,)
         choice = self._measure(spreads, "tune")
         row = choice.reference[0]
-        if choice.losses.num_labels < 2 and not self.is_regression:
+        if not self.is_regression and (choice.losses.num_labels < 2 or choice.is_separable):
             return self._refuse(choice)
         if len(spreads) > 1:
             choice, row = self._choose_spread(choice)
@@ -276,12 +276,14 @@ class _Search:
         self.warned.append(f"The NLL is lowest at {what} {self.levels[best]:.3g}, the {end} tried. {remedy}.")
 
     def _refuse(self, choice: Choice) -> tuple[Tuning, list[str]]:
+        """Chooses nothing, where labels would have the surest network win."""
+        row, level = choice.reference
+        problem = "Labels of one kind only" if choice.losses.num_labels < 2 else "Held-out data without a mistake"
         self.warned.append(
-            "Labels of one kind only cannot choose a spread or a temperature: the surest network would win. What was "
-            "fitted stands; pass held-out data with all classes."
+            f"{problem} cannot choose a spread or a temperature: the surest network would win. What was fitted stands; "
+            "pass held-out data with all classes, and enough of them for some mistakes."
         )
-        assert choice.unit is not None
-        return self._conclude(choice, choice.reference[0], choice.unit, [])
+        return self._conclude(choice, row, level, [choice.tell_winner(row, level, level)] if row else [])
 
     def _conclude(self, choice: Choice, row: int, level: int, verdict: list[str]) -> tuple[Tuning, list[str]]:
         scores = tuple(sorted(self.scores.values(), key=order))
