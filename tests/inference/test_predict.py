@@ -406,7 +406,7 @@ def test_bad_options(model: nn.Module, stats: stochbn.Factorized, x: Tensor) -> 
         stochbn.predict([model, model], stats, x)
     with pytest.raises(TypeError, match="fitted distribution, Draws, a Tuning or None, got dict"):
         stochbn.predict(model, [{}], x)
-    with pytest.raises(TypeError, match="fitted distribution, Draws or None, got Tensor"):
+    with pytest.raises(TypeError, match="fitted distribution, Draws, a Tuning or None, got Tensor"):
         stochbn.predict(model, x, stats)
     with pytest.raises(TypeError, match=r"got str.*stochbn.load\(path\)"):
         stochbn.predict(model, "net.sbn.safetensors", x)
