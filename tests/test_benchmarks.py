@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 import stochbn
-from benchmarks import ablation, contenders, draws, last_layer, limits, measure, memory, stages, targets
+from benchmarks import ablation, contenders, draws, last_layer, limits, measure, memory, stages, targets, tuning
 from benchmarks.__main__ import main
 from benchmarks.contenders import (
     ENSEMBLE,
@@ -233,3 +233,18 @@ def test_what_is_switched_off_changes_no_result(subject: Subject, only_last: boo
     expected = runs.pop(ablation.WHOLE)().probs
     for run in runs.values():
         torch.testing.assert_close(run().probs, expected)
+
+
+@pytest.mark.slow
+@pytest.mark.filterwarnings("ignore:The NLL is lowest at")
+@pytest.mark.filterwarnings("ignore:Held-out data without a mistake")
+def test_tuning_is_measured_for_every_rule(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(tuning, "RECIPE", tuning.RECIPE.vary(epochs=1))
+    rows = list(tuning.measure(0))
+    assert [row["rule"] for row in rows] == 2 * ["plain", "fitted", "lowest", "tune"]
+    assert all(row["epistemic"] > 0 for row in rows if row["rule"] != "plain")
+    assert rows[0]["difference_to_plain"] == 0
+    assert all(row["verdict"] for row in rows if row["rule"] == "tune")
+    faulty = {"rule": "tune", "nll": 1.0, "epistemic": 0.0, "collapsed": True, "worse": True, "says": ["plain"]}
+    summary = tuning.summarise([faulty, faulty | {"says": ["narrower"]}])["tune"]
+    assert (summary["collapsed"], summary["collapsed_in_silence"], summary["worse_in_silence"]) == (2, 1, 1)

@@ -19,15 +19,15 @@ ROOMS = {
         "progress",
     ],
     "distributions": [
-        *("storage", "seeds", "draws", "base", "factorized", "lowrank", "empirical", "files", "mistakes", "fit"),
-        "track",
+        *("storage", "seeds", "draws", "tuning", "base", "factorized", "lowrank", "empirical", "files", "mistakes"),
+        *("fit", "track"),
     ],
     "uncertainty": None,
     "inference.engine": [
         *("affine", "dropout", "sampling", "captured", "identity", "stacking", "folding", "code", "graph"),
         *("verification", "network"),
     ],
-    "inference": ["prediction", "adaptive", "predict", "export", "tune", "exact"],
+    "inference": ["prediction", "adaptive", "predict", "export", "held_out", "choosing", "tune", "exact"],
     "decisions": None,
     "experiments.schema": None,
     "experiments.contents": None,
@@ -53,7 +53,9 @@ def test_every_public_name_is_documented(name: str) -> None:
     documented = getattr(stochbn, name)
     assert documented.__doc__
     # The abstract class, and what functions return, are shown where they are made.
-    if name not in {"Distribution", "Tuning", "Prediction", "LowerBound", "Tracker", "AbstainRule", "FlagRule"}:
+    if name not in {
+        *("Distribution", "Score", "Tuning", "Prediction", "LowerBound", "Tracker", "AbstainRule", "FlagRule"),
+    }:
         assert ">>>" in documented.__doc__
 
 

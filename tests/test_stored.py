@@ -9,6 +9,7 @@ the same torch, and a CPU with AVX2. Elsewhere the stored sums are compared inst
 import hashlib
 import json
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -48,6 +49,11 @@ def tuned() -> stochbn.Factorized:
     model, batches, _ = prepare()
     labels = torch.arange(16) % 3
     return stochbn.tune(model, fitted("factorized"), [(x, labels) for x in batches], progress=False)
+
+
+def stored_tuning() -> stochbn.Tuning | None:
+    """A spread that was chosen once: what is chosen may change, what is drawn with it may not."""
+    return stochbn.load(STORED / "tuned-0.1.0.sbn.safetensors").tuning
 
 
 def ensemble() -> list[Tensor]:
@@ -90,7 +96,7 @@ CASES: dict[str, Callable[[], list[Tensor]]] = {
     "empirical, conditioned": lambda: of_prediction(fitted("empirical", conditioned=True)),
     "last layer": lambda: of_prediction(fitted("empirical", conditioned=True, layers=["7"])),
     "auto": lambda: of_prediction(fitted("factorized"), num_samples="auto"),
-    "tuned": lambda: of_prediction(tuned()),
+    "tuned": lambda: of_prediction(replace(fitted("factorized"), tuning=stored_tuning())),
     "mc dropout": lambda: of_prediction(None, dropout=True),
     "dropout + SBN": dropped,
     "ensemble": ensemble,
@@ -126,7 +132,14 @@ def test_files_of_version_0_1_0_load(family: str) -> None:
 def test_a_tuned_file_of_version_0_1_0_loads() -> None:
     loaded = stochbn.load(STORED / "tuned-0.1.0.sbn.safetensors")
     assert loaded.tuning is not None
-    assert loaded.tuning.spread == pytest.approx(tuned().tuning.spread, rel=1e-4)
+    now = {(score.spread, score.temperature): score.nll for score in tuned().tuning.scores}
+    assert len(loaded.tuning.curve) >= 7
+    for spread, temperature, loss in loaded.tuning.curve:
+        assert loaded.tuning.scores[0].difference is None
+        if (spread, temperature) in now:
+            assert now[spread, temperature] == pytest.approx(loss, rel=1e-4)
+    assert (1.0, 1.0) in now
+    assert "difference" in str(loaded.tuning)
 
 
 def describe(tensors: list[Tensor]) -> tuple[str, list[float]]:

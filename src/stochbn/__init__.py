@@ -6,7 +6,7 @@ pred.probs, pred.entropy
 """
 
 from stochbn.decisions import AbstainRule, FlagRule, abstain, flag, load_rule
-from stochbn.distributions.base import Distribution, Tuning
+from stochbn.distributions.base import Distribution
 from stochbn.distributions.draws import Draws
 from stochbn.distributions.empirical import Empirical
 from stochbn.distributions.factorized import Factorized
@@ -14,6 +14,7 @@ from stochbn.distributions.files import load
 from stochbn.distributions.fit import fit
 from stochbn.distributions.lowrank import LowRank
 from stochbn.distributions.track import Tracker, track
+from stochbn.distributions.tuning import Score, Tuning
 from stochbn.inference.exact import LowerBound, exact_predict, lower_bound
 from stochbn.inference.export import export
 from stochbn.inference.predict import Predictor, predict
@@ -44,6 +45,7 @@ __all__ = [
     "LowerBound",
     "Prediction",
     "Predictor",
+    "Score",
     "Tracker",
     "Tuning",
     "abstain",

@@ -77,10 +77,25 @@ def test_tune_gives_the_library_s_numbers(run, own):
         )
     assert tuned.tuning == expected.tuning
     assert f"temperature {tuned.tuning.temperature:.3g}." in out
+    assert str(tuned.tuning) in out
     assert run("predict", stats="tuned.sbn.safetensors", samples=3)[0] == 0
     prediction = stochbn.predict(own["model"], expected, own["x"], num_samples=3)
     torch.testing.assert_close(read_csv("pred.csv")["entropy"], prediction.entropy)
     assert "Chose spread 1, temperature" in run("tune", choose="temperature")[1]
+
+
+@pytest.mark.filterwarnings("ignore:The NLL is lowest at")
+def test_tuning_a_regression(run, own):
+    run("fit")
+    np.savez("targets.npz", x=own["x"].numpy(), y=own["model"](own["x"]).detach().numpy() + own["x"][:, :3].numpy())
+    code, out, err = run("tune", data="targets.npz", link="identity", samples=2)
+    assert code == 0, err
+    noise = stochbn.load("tuned.sbn.safetensors").tuning.noise
+    assert f"noise {noise:.3g}." in out
+    run("predict", stats="tuned.sbn.safetensors", data="targets.npz", link="identity", samples=3)
+    written = read_csv("pred.csv")
+    expected = (written["std_0"].square() + noise**2).sqrt()
+    torch.testing.assert_close(written["total_std_0"], expected, rtol=1e-4, atol=1e-6)
 
 
 def test_tune_needs_labels(run, refused, own):

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 import stochbn
 from oracles import calibrate, flat, known, naive
-from stochbn.distributions.base import Tuning
+from stochbn.distributions.tuning import Tuning
 
 known_on_cpu = known(channels=3)
 

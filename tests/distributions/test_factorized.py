@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 import stochbn
 from oracles import known
-from stochbn.distributions.base import Tuning
+from stochbn.distributions.tuning import Tuning
 
 
 def test_merged_halves_of_the_data_equal_the_whole(model: nn.Module, batches: list[Tensor]) -> None:

@@ -17,8 +17,8 @@ from torch import Tensor, nn
 import stochbn
 from oracles import calibrate
 from stochbn.distributions import storage
-from stochbn.distributions.base import Tuning
 from stochbn.distributions.files import read
+from stochbn.distributions.tuning import Score, Tuning
 
 
 @pytest.fixture
@@ -252,7 +252,13 @@ JOINT = ["lowrank", "empirical"]
 def test_files_give_back_everything(family: str, model: nn.Module, batches: list[Tensor], tmp_path: Path) -> None:
     stats = stochbn.fit(model, batches, family=family, conditioned=True, progress=False)
     names = dict.fromkeys(stats.layers, 1.5)
-    for tuning in (None, Tuning(1.25, 0.8, ((1.0, 0.9, 0.25), (2.0, 1.1, 0.5))), Tuning(names, 1.0)):
+    scores = (
+        Score(None, 1.0, 0.3, 0.05, 0.01),
+        Score(1.0, 0.9, 0.25, 0.0, 0.0),
+        Score(names, 1.0, 0.2, -0.05, 0.02, 0.1),
+    )
+    tunings = (Tuning(1.25, 0.8, scores, verdict=("It is so.",)), Tuning(names, 1.0), Tuning(2.0, 1.0, scores, 0.5))
+    for tuning in (None, *tunings):
         tuned = replace(stats, tuning=tuning)
         tuned.save(tmp_path / "s.safetensors")
         back = stochbn.load(tmp_path / "s.safetensors")
@@ -275,6 +281,12 @@ def test_files_give_back_everything(family: str, model: nn.Module, batches: list
         ({"tuning": {"spread": {"9": 1.0}, "temperature": 1.0, "curve": []}}, "a spread for each of the layers"),
         ({"tuning": {"spread": 1.0, "temperature": float("inf"), "curve": []}}, "impossible tuning"),
         ({"tuning": {"spread": 1.0}}, "no 'temperature'"),
+        ({"tuning": {"spread": None, "temperature": 1.0, "curve": []}}, "impossible tuning"),
+        ({"tuning": {"spread": 1.0, "temperature": 1.0, "noise": "some", "curve": []}}, "impossible tuning"),
+        (
+            {"tuning": {"spread": 1.0, "temperature": 1.0, "scores": [{"spread": 1.0, "nll": "low"}]}},
+            "could not convert",
+        ),
     ],
 )
 def test_damaged_files_are_refused(

@@ -404,9 +404,9 @@ def test_bad_options(model: nn.Module, stats: stochbn.Factorized, x: Tensor) -> 
         stochbn.predict(model, stats, x, dropout=True)
     with pytest.raises(ValueError, match="one distribution a model, got 1 for 2 models"):
         stochbn.predict([model, model], stats, x)
-    with pytest.raises(TypeError, match="fitted distribution, Draws or None, got dict"):
+    with pytest.raises(TypeError, match="fitted distribution, Draws, a Tuning or None, got dict"):
         stochbn.predict(model, [{}], x)
-    with pytest.raises(TypeError, match="fitted distribution, Draws or None, got Tensor"):
+    with pytest.raises(TypeError, match="fitted distribution, Draws, a Tuning or None, got Tensor"):
         stochbn.predict(model, x, stats)
     with pytest.raises(TypeError, match=r"got str.*stochbn.load\(path\)"):
         stochbn.predict(model, "net.sbn.safetensors", x)

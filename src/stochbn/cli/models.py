@@ -96,7 +96,8 @@ def tune(
     stats: Annotated[Path, typer.Option(help="What fit wrote.")],
     data: Annotated[str, typer.Option(help="Held-out inputs x with labels y, in the same forms as for fit.")],
     out: StatsOut,
-    choose: Annotated[str, typer.Option(help="spread, temperature at the fitted spread, or both.")] = "spread",
+    choose: Annotated[str, typer.Option(help="spread, temperature at the fitted spread, or both.")] = "both",
+    link: LinkName = "softmax",
     num_groups: Annotated[
         int, typer.Option(metavar="N", min=1, help="Groups of layers with a spread of their own.")
     ] = 1,
@@ -106,9 +107,11 @@ def tune(
     device: Device = "cpu",
     threads: Threads = None,
 ) -> None:
-    """Chooses how wide the draws are, by the NLL on held-out data.
+    """Chooses how wide the draws are, and a temperature, by the NLL on held-out data.
 
-    The file that it writes takes the place of the one from `fit`: `predict` finds the spread and the temperature in it.
+    What was fitted stands unless another choice is better by more than one standard error. The plain network is scored
+    too: the verdict says which is better. The file that it writes takes the place of the one from `fit`: `predict`
+    finds the spread, the temperature and, for regression, the noise in it.
 
     Needs: what `stochbn fit` wrote, and labelled data seen neither in training nor in the test.
 
@@ -120,17 +123,16 @@ def tune(
     model = load_model(factory, checkpoint, device)
     loader = load_data(data, model, batch_size)
     options: dict[str, Any] = {"choose": choose, "num_groups": num_groups, "num_samples": samples, "dropout": dropout}
+    options |= {"link": link}
     tuned = stochbn.tune(model, stochbn.load(stats), loader, progress=sys.stderr.isatty(), **options)
     tuned.save(out)
     tuning = tuned.tuning
     assert tuning is not None
-    table = Table("spread", "temperature", "NLL", title="Tried on the held-out data")
-    for row in tuning.curve:
-        table.add_row(*(f"{value:.4g}" for value in row))
-    console.print(table)
+    say(str(tuning))
     chosen = tuning.spread.values() if isinstance(tuning.spread, Mapping) else [tuning.spread]
-    spreads = ", ".join(f"{spread:.3g}" for spread in chosen)
-    say(f"Chose spread {spreads}, temperature {tuning.temperature:.3g}.\nWrote {out}")
+    spreads = ", ".join(f"{spread:.3g}" for spread in chosen if spread is not None)
+    level = f"temperature {tuning.temperature:.3g}" if tuning.noise is None else f"noise {tuning.noise:.3g}"
+    say(f"Chose spread {spreads}, {level}.\nWrote {out}")
 
 
 def predict(
@@ -273,7 +275,8 @@ def _collect(loader: "DataLoader[Any]", labels: list[Tensor]) -> Iterator[Any]:
 
 def _columns(prediction: stochbn.Prediction) -> dict[str, Tensor]:
     if prediction.link == "identity":
-        return {"mean": prediction.mean, "std": prediction.std}
+        total = {} if prediction.noise is None else {"total_std": prediction.total_std}
+        return {"mean": prediction.mean, "std": prediction.std, **total}
     measures = {name: getattr(prediction, name) for name in ("entropy", "aleatoric", "epistemic")}
     if prediction.link == "sigmoid":
         return {**measures, "probs": prediction.probs}

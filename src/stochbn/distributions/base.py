@@ -6,7 +6,6 @@ the joint distribution of all channels and layers around them: `factorized`, `lo
 
 import math
 import os
-import sys
 from abc import ABC, abstractmethod
 from collections.abc import Mapping
 from dataclasses import dataclass, fields, replace
@@ -19,6 +18,7 @@ from torch.distributions import LogNormal, Normal
 
 from stochbn.distributions.draws import Draws
 from stochbn.distributions.seeds import random_seed
+from stochbn.distributions.tuning import Tuning
 from stochbn.statistics.calls import unwrap
 from stochbn.statistics.checks import check_whole, listing
 from stochbn.statistics.layers import all_batch_norms, buffer_names
@@ -53,31 +53,6 @@ class Layer:
     @property
     def num_features(self) -> int:
         return self.moments.mean.shape[1]
-
-
-@dataclass(frozen=True)
-class Tuning:
-    """What `stochbn.tune` chose on held-out data, and what it had to choose from.
-
-    Attributes:
-        spread: Multiplies the deviations from the centre: one number, or one for each layer by name. A spread of k is
-            that of mini-batches k² times smaller.
-        temperature: Divides the outputs of every draw, before the softmax or the sigmoid.
-        curve: The spreads tried in common for all layers, each with the best temperature and the NLL there.
-    """
-
-    spread: float | Mapping[str, float] = 1.0
-    temperature: float = 1.0
-    curve: tuple[tuple[float, float, float], ...] = ()
-
-    def __post_init__(self) -> None:
-        spreads = self.spread.values() if isinstance(self.spread, Mapping) else [self.spread]
-        most = sys.float_info.max  # and not infinity, which a whole number of any size is below
-        if not all(0 <= spread <= most for spread in spreads) or not 0 < self.temperature <= most:
-            raise ValueError(
-                "Expected finite spreads of at least 0 and a temperature above 0, got "
-                f"{self.spread} and {self.temperature}. Tuning() is the fitted spread and no temperature."
-            )
 
 
 class Collector(Protocol):
@@ -115,6 +90,10 @@ class Distribution(ABC):
 
     def __post_init__(self) -> None:
         spread = self.tuning.spread if self.tuning else 1.0
+        if spread is None:
+            raise ValueError(
+                "Expected a tuning with a spread, got that of a plain network. Pass it to predict in place of stats."
+            )
         if isinstance(spread, Mapping) and spread.keys() != self.layers.keys():
             raise ValueError(
                 f"Expected a spread for each of the layers {listing(self.layers)}, got {listing(spread)}. Tune again."
@@ -155,10 +134,9 @@ class Distribution(ABC):
         seed = random_seed() if seed is None else check_whole("seed", seed, -(2**63))
         first = check_whole("first", first, 0)
         tuning = self.tuning or Tuning()
-        each = {
-            name: spread * (tuning.spread[name] if isinstance(tuning.spread, Mapping) else tuning.spread)
-            for name in self.layers
-        }
+        assert tuning.spread is not None
+        tuned = tuning.spread if isinstance(tuning.spread, Mapping) else dict.fromkeys(self.layers, tuning.spread)
+        each = {name: spread * tuned[name] for name in self.layers}
         spreads = torch.tensor(list(each.values()), dtype=torch.float64, device=self.centre.device)
         widths = spreads.repeat_interleave(torch.tensor(self.sizes, device=spreads.device))
         drawn = self.centre + widths * self.deviations(seed, first, num_samples)  # (S, 2, ΣC)

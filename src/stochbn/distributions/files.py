@@ -8,17 +8,17 @@ in float64, and the family's own array, (…, 2, ΣC) in float32. Files of forma
 import os
 import reprlib
 import sys
-from dataclasses import asdict
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from stochbn.distributions import storage
-from stochbn.distributions.base import Distribution, Layer, Tuning, common_fields
+from stochbn.distributions.base import Distribution, Layer, common_fields
 from stochbn.distributions.empirical import Empirical
 from stochbn.distributions.factorized import Factorized
 from stochbn.distributions.lowrank import LowRank
+from stochbn.distributions.tuning import Score, Spread, Tuning
 from stochbn.statistics.moments import Moments
 
 FORMAT_VERSION = 3
@@ -44,7 +44,7 @@ def save(stats: Distribution, path: str | os.PathLike[str]) -> None:
         "excluded": stats.excluded,
         "dropout": stats.dropout,
         "conditioned": stats.conditioned,
-        "tuning": stats.tuning and asdict(stats.tuning),
+        "tuning": stats.tuning and stats.tuning.to_dict(),
         "layers": layers,
     }
     storage.write(path, "stochbn", header, tensors)
@@ -158,16 +158,34 @@ def _parse_layers(entries: list[dict[str, Any]], tensors: dict[str, Tensor]) -> 
 
 
 def _parse_tuning(found: dict[str, Any]) -> Tuning:
-    spread, temperature, curve = found["spread"], found["temperature"], found["curve"]
-    spreads = spread if isinstance(spread, dict) else {"": spread}
-    _require(all(map(_is_number, (*spreads.values(), temperature))), f"tuning {reprlib.repr([spread, temperature])}")
-    _require(all(type(value) in (int, float) for row in curve for value in row), "curve of the tuning")
-    floats = {name: float(value) for name, value in spreads.items()}
+    spread, temperature, noise = found["spread"], found["temperature"], found.get("noise")
+    numbers = [temperature, *([] if noise is None else [noise])]
+    _require(all(map(_is_number, numbers)), f"tuning {reprlib.repr(numbers)}")
+    if "scores" in found:
+        scores = tuple(map(_parse_score, found["scores"]))
+    else:  # of version 0.1.0, which kept no more
+        scores = tuple(_parse_score({"spread": k, "temperature": t, "nll": loss}) for k, t, loss in found["curve"])
+    verdict = found.get("verdict", [])
+    _require(isinstance(verdict, list) and all(isinstance(sentence, str) for sentence in verdict), "verdict")
     return Tuning(
-        floats if isinstance(spread, dict) else floats[""],
-        float(temperature),
-        tuple((float(k), float(t), float(loss)) for k, t, loss in curve),
+        _parse_spread(spread), float(temperature), scores, None if noise is None else float(noise), tuple(verdict)
     )
+
+
+def _parse_spread(spread: Any) -> Spread:
+    spreads = spread if isinstance(spread, dict) else {"": spread}
+    _require(all(map(_is_number, spreads.values())), f"spread {reprlib.repr(spread)}")
+    floats = {name: float(value) for name, value in spreads.items()}
+    return floats if isinstance(spread, dict) else floats[""]
+
+
+def _parse_score(row: dict[str, Any]) -> Score:
+    spread, others = row["spread"], {key: value for key, value in row.items() if key != "spread"}
+    # A loss may be infinite, which JSON reads as a float.
+    sound = all(value is None or type(value) is float or _is_number(value) for value in others.values())
+    _require(sound, f"score {reprlib.repr(others)}")
+    numbers = {key: None if value is None else float(value) for key, value in others.items()}
+    return Score(None if spread is None else _parse_spread(spread), **numbers)  # type: ignore[arg-type]
 
 
 def _is_number(value: object) -> bool:

@@ -18,12 +18,12 @@ from torch import Tensor, nn
 from torch.export import Dim
 
 from stochbn.distributions.base import Distribution
+from stochbn.distributions.tuning import Tuning
 from stochbn.inference.engine.captured import CaptureError
 from stochbn.inference.engine.code import first_line
 from stochbn.inference.engine.graph import Flat
 from stochbn.inference.engine.network import Network
-from stochbn.inference.engine.sampling import Source
-from stochbn.inference.predict import Predictor
+from stochbn.inference.predict import Predictor, Stats
 from stochbn.inference.prediction import Average, Link, Prediction
 from stochbn.statistics.calls import Call
 from stochbn.statistics.checks import check_whole
@@ -41,7 +41,7 @@ MAX_DIFFERENCE = 1e-3  # between the file and `predict`, relative to the largest
 
 def export(
     model: nn.Module | Sequence[nn.Module],
-    stats: Source | Sequence[Source],
+    stats: Stats | Sequence[Stats],
     example: Any,
     path: str | os.PathLike[str],
     *,
@@ -60,7 +60,7 @@ def export(
 
     Args:
         model: As in `predict`, and so are `stats`, `num_samples`, `seed`, `link`, `dropout` and `call`.
-        stats: What `fit` or `tune` returned; for several models a sequence.
+        stats: What `fit` or `tune` returned; for several models a sequence. The file has its noise in the metadata.
         example: A batch such as the file is for: a tensor, a tuple of positional or a mapping of keyword arguments,
             whose keys become the names of the file's inputs.
         path: Ends in `.onnx`, for ONNX Runtime and others (needs the extra `export`); or in `.pt2`, machine code by
@@ -280,12 +280,16 @@ def _compare(found: list[Tensor], expected: Prediction, names: Sequence[str]) ->
     return largest
 
 
-def _describe(stats: Source | Sequence[Source], options: Mapping[str, Any]) -> dict[str, str]:
+def _describe(stats: Stats | Sequence[Stats], options: Mapping[str, Any]) -> dict[str, str]:
     """Returns what a file is made of, as text by name."""
     sources = stats if isinstance(stats, (list, tuple)) else [stats]
     about = {name: str(value) for name, value in options.items()}
-    about |= {"made_by": f"stochbn {importlib.metadata.version('stochbn')}", "statistics": "; ".join(map(str, sources))}
-    tunings = [source.tuning for source in sources if isinstance(source, Distribution) and source.tuning is not None]
-    for name in ("spread", "temperature") if tunings else ():
+    about |= {
+        "made_by": f"stochbn {importlib.metadata.version('stochbn')}",
+        "statistics": "; ".join(map(repr, sources)),
+    }
+    tunings = [source.tuning if isinstance(source, Distribution) else source for source in sources]
+    tunings = [tuning for tuning in tunings if isinstance(tuning, Tuning)]
+    for name in ("spread", "temperature", "noise") if tunings else ():
         about[name] = "; ".join(dict.fromkeys(str(getattr(tuning, name)) for tuning in tunings))  # each once
     return about

@@ -1,7 +1,9 @@
 """Model × draws × inputs → prediction: (1/S) Σ_s p(y | x, μ_s, σ_s), eq. 3 with r(μ) r(σ) for p(μ, σ | x)."""
 
 import copy
+import math
 from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import replace
 from typing import Any, Literal, get_args
 
 import torch
@@ -10,6 +12,7 @@ from torch import Tensor, nn
 from stochbn.distributions.base import Distribution
 from stochbn.distributions.draws import Draws
 from stochbn.distributions.seeds import member_seed, random_seed
+from stochbn.distributions.tuning import Tuning
 from stochbn.inference.adaptive import MAX_DRAWS, predict_adaptively
 from stochbn.inference.engine.network import Network
 from stochbn.inference.engine.sampling import Source
@@ -22,12 +25,14 @@ from stochbn.statistics.restoring import KeepingModes
 from stochbn.statistics.twin import make_snapshot
 
 BLOCK_VALUES = 2**18  # of outputs that are averaged at once, which stay in the cache (1 MB)
+Stats = Source | Tuning  # where predictions take draws from, if any
+
 _BATCH = (Tensor, tuple, Mapping)  # what is one batch; anything else is iterated over
 
 
 def predict(
     model: nn.Module | Sequence[nn.Module],
-    stats: Source | Sequence[Source],
+    stats: Stats | Sequence[Stats],
     inputs: Any,
     *,
     num_samples: int | Literal["auto"] = 50,
@@ -55,7 +60,8 @@ def predict(
     Args:
         model: A network in any mode, or several of them, which weigh the same however many draws each has.
         stats: What `fit` or `tune` returned, draws from it, or None for no SBN; for several models a sequence of these.
-            Its tuned spread and temperature, and whether inputs are counted into their mini-batches, are followed.
+            Its tuned spread, temperature and noise, and whether inputs are counted into their mini-batches, are
+            followed. A `Tuning` of plain networks is no SBN at its temperature.
         inputs: A tensor; a tuple of positional or a mapping of keyword arguments; or a DataLoader or other iterable
             of batches (called as in `fit`: labels may be there and are passed over). The first tensor of a batch with a
             leading size other than 1 counts its inputs.
@@ -113,6 +119,7 @@ def predict(
         takes_items=call is not None,
         chunk_size=chunk_size,
         keep_samples=keep_samples,
+        noise=_find_noise(_pair(model, stats)[1]),
         progress=progress,
     )
 
@@ -151,7 +158,7 @@ class Predictor:
     def __init__(
         self,
         model: nn.Module | Sequence[nn.Module],
-        stats: Source | Sequence[Source],
+        stats: Stats | Sequence[Stats],
         *,
         num_samples: int | Literal["auto"] = 50,
         tolerance: float = 0.1,
@@ -183,6 +190,7 @@ class Predictor:
             "takes_items": call is not None,
             "chunk_size": chunk_size,
             "keep_samples": keep_samples,
+            "noise": _find_noise(sources),
         }
 
     def __call__(self, inputs: Any, *, progress: bool = False) -> Prediction:
@@ -198,6 +206,8 @@ class Predictor:
         """Returns a predictor on another device. Changes nothing."""
         moved = copy.copy(self)
         moved._networks = [network.to(torch.device(device)) for network in self._networks]
+        for network, other in zip(self._networks, moved._networks, strict=True):
+            other.temperature = network.temperature  # which a plain network has from no draws
         return moved
 
     def __repr__(self) -> str:
@@ -215,6 +225,7 @@ def _predict(
     takes_items: bool,
     chunk_size: int | None,
     keep_samples: bool,
+    noise: float | None,
     progress: bool,
 ) -> Prediction:
     """Predicts batch after batch; with a tolerance, adaptively."""
@@ -240,7 +251,7 @@ def _predict(
                     average.add(outputs, 1 / network.num_draws, network.temperature)
                     bar.update(len(outputs))
             results.append(average.prediction())
-    return join(results)
+    return replace(join(results), noise=noise if link == "identity" else None)
 
 
 def _in_blocks(chunks: Iterable[Tensor]) -> Iterator[Tensor]:
@@ -273,7 +284,7 @@ def check_options(*, num_samples: int, chunk_size: int | None, link: str) -> Non
 
 def _networks(
     model: nn.Module | Sequence[nn.Module],
-    stats: Source | Sequence[Source],
+    stats: Stats | Sequence[Stats],
     call: Call,
     *,
     num_samples: int | Literal["auto"],
@@ -305,7 +316,7 @@ def _networks(
         Network(
             unwrap(one),
             call,
-            source,
+            None if isinstance(source, Tuning) else source,
             num_samples=draws,
             seed=member_seed(seed, index),
             dropout=dropout,
@@ -314,6 +325,9 @@ def _networks(
         )
         for index, (one, source) in enumerate(zip(models, sources, strict=True))
     ]
+    for network, source in zip(networks, sources, strict=True):
+        if isinstance(source, Tuning):
+            network.temperature = source.temperature
     if adaptive and all(network.num_draws == 1 for network in networks):
         raise ValueError(
             'Expected draws to take for num_samples="auto", got a plain network. Pass statistics, or dropout=True.'
@@ -322,19 +336,24 @@ def _networks(
 
 
 def _pair(
-    model: nn.Module | Sequence[nn.Module], stats: Source | Sequence[Source]
-) -> tuple[list[nn.Module], list[Source]]:
+    model: nn.Module | Sequence[nn.Module], stats: Stats | Sequence[Stats]
+) -> tuple[list[nn.Module], list[Stats]]:
     """Lists models and the sources of their draws."""
     models: list[Any] = list(model) if isinstance(model, (list, tuple, nn.ModuleList)) else [model]
     if not models:
         raise ValueError("Expected a model or a sequence of models, got an empty sequence.")
     sources: list[Any] = list(stats) if isinstance(stats, (list, tuple)) else [stats]
-    if stats is None:
-        sources = [None] * len(models)
+    if stats is None or isinstance(stats, Tuning):
+        sources = [stats] * len(models)
     for source in sources:
-        if not (source is None or isinstance(source, (Distribution, Draws))):
+        if isinstance(source, Tuning) and source.spread is not None:
+            raise ValueError(
+                f"Expected the tuning of a plain network, got one with spread {source.spread}. Pass the distribution "
+                "that it belongs to, or what stochbn.tune(model, None, val_loader) returned."
+            )
+        if not (source is None or isinstance(source, (Distribution, Draws, Tuning))):
             raise TypeError(
-                f"Expected a fitted distribution, Draws or None, got {type(source).__name__}. "
+                f"Expected a fitted distribution, Draws, a Tuning or None, got {type(source).__name__}. "
                 "Pass what stochbn.fit(model, train_loader) or stochbn.load(path) returned."
             )
     if len(sources) != len(models):
@@ -343,3 +362,12 @@ def _pair(
             "Fit each model on its own: [stochbn.fit(model, loader) for model in models]."
         )
     return models, sources
+
+
+def _find_noise(sources: Sequence[Stats]) -> float | None:
+    """Returns the noise of regression, of several members the root of their mean variance; None if one has none."""
+    tunings = [source.tuning if isinstance(source, Distribution) else source for source in sources]
+    levels = [tuning.noise for tuning in tunings if isinstance(tuning, Tuning) and tuning.noise is not None]
+    if len(levels) < len(sources):
+        return None
+    return math.sqrt(sum(level**2 for level in levels) / len(levels))

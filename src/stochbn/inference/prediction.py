@@ -32,6 +32,7 @@ class Prediction:
         samples: (S, N, K, *) each draw's, or None with `keep_samples=False`.
         expected_entropy: (N, *) mean of the draws' entropies; (N, K, *) with "sigmoid"; None with "identity".
         counts: (N,) how many draws each input took, of every member, with `num_samples="auto"`; else None.
+        noise: With "identity", the tuned standard deviation of what no network explains; else None.
     """
 
     link: Link
@@ -41,6 +42,7 @@ class Prediction:
     samples: Tensor | None
     expected_entropy: Tensor | None
     counts: Tensor | None = None
+    noise: float | None = None
 
     @property
     def probs(self) -> Tensor:
@@ -76,6 +78,16 @@ class Prediction:
         """(N, *) what the draws disagree about: the mutual information of class and draw; never below 0."""
         expected = self._require_probabilities("epistemic")
         return (self.entropy - expected).clamp_min(0)
+
+    @property
+    def total_std(self) -> Tensor:
+        """(N, K, *) standard deviation of what will be observed: that of the draws and the noise, √(std² + noise²)."""
+        if self.noise is None:
+            raise AttributeError(
+                "Expected a noise level for total_std, got none. Pass what "
+                "stochbn.tune(model, stats, val_loader, link='identity') returned."
+            )
+        return (self.std.square() + self.noise**2).sqrt()
 
     def _require_probabilities(self, name: str) -> Tensor:
         if self.expected_entropy is None:
@@ -215,5 +227,6 @@ def check_logits(outputs: Tensor) -> None:
     if outputs.amin() >= 0 and (outputs.sum(2) - 1).abs().max() < 1e-3:
         raise ValueError(
             "Expected logits for link='softmax', got outputs that are probabilities already: the model ends in a "
-            "softmax. Undo it with call=lambda model, x: model(x).log()."
+            "softmax. Undo it with call=lambda model, x: model(x).log(), or of a loader's batches (x, y) with "
+            "call=lambda model, batch: model(batch[0]).log()."
         )

@@ -2,7 +2,7 @@
 
 import json
 from collections.abc import Callable
-from dataclasses import asdict, replace
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -64,7 +64,7 @@ def test_nothing_is_chosen_on_test_data(study: Study, files: dict[Task, File], m
             assert drawing.tuned is None  # a limit to what can be chosen, not a choice
             continue
         stats = changed.source(task)
-        assert (stats and stats.tuning and json.loads(json.dumps(asdict(stats.tuning)))) == file.header.get("tuning")
+        assert (stats and stats.tuning and json.loads(json.dumps(stats.tuning.to_dict()))) == file.header.get("tuning")
         tuned += drawing.tuned is not None
         samples = changed.sample(task, stats, changed.splits["validation"])
         ours, theirs = (Draws((one,)).choose_temperature(labels) for one in (File({}, {"validation": samples}), file))

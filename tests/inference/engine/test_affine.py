@@ -181,8 +181,9 @@ def test_each_spread_that_is_tried_counts_inputs_its_own_way(
 ) -> None:
     stats, labels = replace(stats, conditioned=True), torch.arange(len(x)) % 3
     tuned = stochbn.tune(model, stats, [(x, labels)], progress=False)
-    for spread, _, loss in tuned.tuning.curve[:3]:
-        probs = stochbn.predict(model, stats.sample(8, spread=spread, seed=0), x).probs
+    for spread, temperature, loss in tuned.tuning.curve[:3]:
+        tried = replace(stats.sample(8, spread=spread, seed=0), temperature=temperature)
+        probs = stochbn.predict(model, tried, x).probs
         assert loss == pytest.approx(stochbn.nll(probs, labels).item(), rel=1e-4)
 
 

@@ -127,10 +127,11 @@ def tune(
 ) -> Any:
     """Chooses the spread of one distribution, or of several together, on validation data; with draws of its own."""
     loader = list(zip(input_batches(validation), validation.labels.split(_INFERENCE_BATCH), strict=True))
-    options = {"progress": False, "seed": derive_seed(member_seed(DRAW_SEED, seed), "tune")} | options
+    # The spread alone: a temperature is a method of its own, which the study sets beside each of the others.
+    own = {"choose": "spread", "progress": False, "seed": derive_seed(member_seed(DRAW_SEED, seed), "tune")}
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", message="The NLL is lowest at")  # the end of a curve is a result too
-        return stochbn.tune(network, stats, loader, **options)
+        return stochbn.tune(network, stats, loader, **own | options)
 
 
 def predict(network: nn.Module, stats: Source, split: Split, **options: Any) -> stochbn.Prediction:

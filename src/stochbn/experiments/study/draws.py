@@ -153,7 +153,9 @@ class Study:
         if task.method.drawing.family == "exact":
             return self._draw_exactly(task)
         stats = self.source(task)
-        header = {} if stats is None else {"tuning": stats.tuning and asdict(stats.tuning), "bytes": _num_bytes(stats)}
+        header = (
+            {} if stats is None else {"tuning": stats.tuning and stats.tuning.to_dict(), "bytes": _num_bytes(stats)}
+        )
         parts = PARTS if task.method.drawing.spread is not None else PREDICTED
         tensors: dict[str, Tensor] = {part: self.sample(task, stats, self.splits[part]) for part in parts}
         if task.method.key in MAIN:

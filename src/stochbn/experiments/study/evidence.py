@@ -14,8 +14,8 @@ from stochbn.experiments.methods import METHODS, Drawing
 from stochbn.experiments.report.scores import detect, mean_scores, measure
 from stochbn.experiments.study.draws import LIMITS, Task
 from stochbn.experiments.study.results import Chance, Distance, FirstDraws, Limit
-from stochbn.experiments.study.scores import Draws
-from stochbn.inference.tune import TEMPERATURES, find_minimum
+from stochbn.experiments.study.scores import Draws, find_minimum
+from stochbn.inference.tune import TEMPERATURES
 
 T = TypeVar("T", Distance, Limit)
 

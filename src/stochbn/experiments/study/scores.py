@@ -3,6 +3,7 @@
 A method's temperature is chosen on its validation draws, and divides the log-probabilities of each draw.
 """
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -16,7 +17,7 @@ from stochbn.experiments.report.scores import Output
 from stochbn.experiments.study.draws import Task
 from stochbn.experiments.study.results import Choice, Cost
 from stochbn.experiments.training.checkpoints import checkpoint_path, read_checkpoint
-from stochbn.inference.tune import TEMPERATURES, find_minimum
+from stochbn.inference.tune import TEMPERATURES
 
 Drawn = Sequence[tuple[Task, File]]  # of one method, by network
 
@@ -84,6 +85,26 @@ def list_entries(files: dict[Task, File]) -> list[Entry]:
         seeds = tuple(task.seed for task, _ in found)
         entries.append(Entry(method, seeds, units, replicas, _list_choices(found), cost))
     return entries
+
+
+def find_minimum(points: Sequence[tuple[float, float]]) -> tuple[float, float]:
+    """Finds where a curve through points (x, y) is lowest: a parabola over log x through the lowest and its neighbours.
+
+    Examples:
+        >>> x, y = find_minimum([(2**k, (k - 0.8) ** 2) for k in range(-2, 4)])
+        >>> round(math.log2(x), 6), round(y, 6)
+        (0.8, 0.0)
+    """
+    place = min(range(len(points)), key=lambda i: points[i][1])
+    if not 0 < place < len(points) - 1:
+        return points[place]
+    (x0, y0), (x1, y1), (_, y2) = points[place - 1 : place + 2]
+    step = math.log(x1 / x0)  # the third lies as far on the other side
+    curvature, slope = (y0 - 2 * y1 + y2), (y2 - y0) / 2
+    if curvature <= 0:
+        return x1, y1
+    shift = -slope / curvature
+    return x1 * math.exp(shift * step), y1 + slope * shift + curvature * shift**2 / 2
 
 
 def _add_cost(drawn: Drawn) -> Cost:

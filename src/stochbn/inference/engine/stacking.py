@@ -35,13 +35,16 @@ class Output(Called):
             )
             raise TypeError(
                 f"Expected the model to return a floating-point tensor with a row an input, got {got}. "
-                "Pick it out with call=, for example call=lambda model, x: model(x)['out']."
+                "Pick it out with call=, which gets what is predicted on: of a tensor "
+                "call=lambda model, x: model(x)['out'], of a loader's batches (x, y) "
+                "call=lambda model, batch: model(batch[0])['out']."
             )
         if output.shape[0] != (count := num_examples(item)):
             raise ValueError(
                 f"Expected a row of output for each of {count} inputs of {describe(item)}, whose first tensor counts "
                 f"them, got {output.shape[0]} rows. If an input has several, group them: "
-                "call=lambda model, x: model(x).unflatten(0, (x.shape[0], -1)).transpose(1, 2)."
+                "call=lambda model, x: model(x).unflatten(0, (x.shape[0], -1)).transpose(1, 2). Of a loader's (x, y) "
+                "call gets the whole: x is then its first part."
             )
         return output
 

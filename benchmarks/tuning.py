@@ -1,0 +1,143 @@
+"""`python -m benchmarks.tuning`: does `tune` hold on little and easy held-out data?
+
+Eight small networks learn eight of ten digits. 200 validation images tune them, by the rule of `tune` and by the lowest
+point of the curve; 200 others score the result, and the two digits that were left out show what the draws still say.
+"""
+
+import json
+import warnings
+from collections.abc import Iterator
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import torch
+from rich.console import Console
+from rich.table import Table
+from torch import Tensor, nn
+from torch.nn.functional import cross_entropy
+
+import stochbn
+from benchmarks.machine import describe
+from stochbn.experiments.data.embedded import load_digits
+from stochbn.experiments.report.tables import rounded
+from stochbn.experiments.training.recipes import RECIPES
+from stochbn.inference.choosing import compare
+from stochbn.inference.tune import NARROWER, SPREADS, WIDER
+
+RECIPE = RECIPES["digits"]
+NUM_NETWORKS = 8
+NUM_HELD_OUT = 200  # to tune on, and as many to score
+FAMILIES: dict[str, dict[str, Any]] = {
+    "all layers, factorized": {},
+    "last layer, empirical": {"layers": "last", "family": "empirical", "conditioned": True},
+}
+# Words for what a verdict says, and what it then contains.
+SAID = {"plain": "draws may still help", "narrower": "narrower", "few": "too few", "right": "without a mistake"}
+COLLAPSED = 0.1  # of the fitted spread's disagreement about unknown digits
+
+
+def main() -> None:
+    """Measures, prints, and writes `results/tuning.json`."""
+    console = Console(width=150)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # what is warned of is in the verdicts too
+        rows = [row for seed in range(NUM_NETWORKS) for row in measure(seed)]
+    columns = ("seed", "family", "rule", "spread", "temperature", "nll", "epistemic", "collapsed", "says", "worse")
+    table = Table(*columns, title=f"Tuned on {NUM_HELD_OUT} digits, scored on as many")
+    for row in rows:
+        table.add_row(*(f"{row[key]:.4f}" if isinstance(row[key], float) else str(row[key]) for key in columns))
+    console.print(table)
+    summary = summarise(rows)
+    console.print(summary)
+    results = describe("python -m benchmarks.tuning") | {"num_held_out": NUM_HELD_OUT, "summary": summary, "rows": rows}
+    Path("results/tuning.json").write_text(json.dumps(rounded(results), indent=1) + "\n")
+
+
+def measure(seed: int) -> Iterator[dict[str, Any]]:
+    """Trains one network, and yields what each rule chooses for it and how that does on other images."""
+    torch.manual_seed(seed)
+    images, labels = load_digits()
+    x, left_out = images.float() / 255, torch.tensor([seed, (seed + 5) % 10])
+    is_known = ~torch.isin(labels, left_out)
+    known = is_known.nonzero()[:, 0][torch.randperm(int(is_known.sum()))]
+    names = labels[is_known].unique()
+    tuning, scoring, training = known.split([NUM_HELD_OUT, NUM_HELD_OUT, len(known) - 2 * NUM_HELD_OUT])
+    model = train(x[training], torch.searchsorted(names, labels[training]))
+    held_out = [(x[tuning], torch.searchsorted(names, labels[tuning]))]
+    others, other_labels, unknown = x[scoring], torch.searchsorted(names, labels[scoring]), x[~is_known]
+
+    def losses(stats: Any) -> Tensor:
+        probs = stochbn.predict(model, stats, others).probs
+        return -probs.gather(1, other_labels[:, None])[:, 0].clamp_min(1e-38).log().double()
+
+    plain = stochbn.tune(model, None, held_out, progress=False)
+    for family, options in FAMILIES.items():
+        order = torch.cat([torch.randperm(len(training)) for _ in range(4)])
+        fitted = stochbn.fit(model, [x[training][order]], progress=False, batch_size=RECIPE.batch_size, **options)
+        found = {"fitted": fitted, "lowest": take_lowest(model, fitted, held_out)}
+        found["tune"] = stochbn.tune(model, fitted, held_out, progress=False)
+        scale = stochbn.predict(model, fitted, unknown).epistemic.mean()
+        for rule, stats in {"plain": plain, **found}.items():
+            chosen = plain if rule == "plain" else stats.tuning or stochbn.Tuning()
+            epistemic = stochbn.predict(model, stats, unknown).epistemic.mean()
+            difference, error = compare(losses(stats), losses(plain))
+            said = " ".join(chosen.verdict)
+            yield {
+                "seed": seed,
+                "family": family,
+                "rule": rule,
+                "spread": chosen.spread,
+                "temperature": chosen.temperature,
+                "nll": float(losses(stats).mean()),
+                "difference_to_plain": difference,
+                "standard_error": error,
+                "worse": difference > error,  # than the plain network at its temperature
+                "epistemic": float(epistemic),
+                "collapsed": rule != "plain" and bool(epistemic < COLLAPSED * scale),
+                "says": [word for word, part in SAID.items() if part in said],
+                "verdict": chosen.verdict,
+            }
+
+
+def train(x: Tensor, y: Tensor) -> nn.Module:
+    """Trains a network by the recipe: Adam with a learning rate that falls to 0, in mini-batches."""
+    model = replace(RECIPE, num_classes=int(y.max()) + 1).build_network()
+    optimizer = torch.optim.Adam(model.parameters(), RECIPE.learning_rate)
+    steps = RECIPE.epochs * (len(x) // RECIPE.batch_size)
+    schedule = torch.optim.lr_scheduler.LinearLR(optimizer, 1.0, 0.0, total_iters=steps)
+    for _ in range(RECIPE.epochs):
+        for index in torch.randperm(len(x))[: len(x) // RECIPE.batch_size * RECIPE.batch_size].split(RECIPE.batch_size):
+            optimizer.zero_grad()
+            cross_entropy(model(x[index]), y[index]).backward()
+            optimizer.step()
+            schedule.step()
+    return model.eval()
+
+
+def take_lowest(model: nn.Module, stats: stochbn.Distribution, held_out: list[tuple[Tensor, Tensor]]) -> Any:
+    """Takes the spread where the curve is lowest, whatever the difference."""
+    [(x, y)] = held_out
+    tried = [replace(stats, tuning=stochbn.Tuning(spread)) for spread in NARROWER + SPREADS + WIDER]
+    return min(tried, key=lambda one: stochbn.nll(stochbn.predict(model, one, x, num_samples=8).probs, y).item())
+
+
+def summarise(rows: list[dict[str, Any]]) -> dict[str, dict[str, float]]:
+    """Averages over networks and families, by rule; and counts what must not happen in silence."""
+    summary = {}
+    for rule in dict.fromkeys(row["rule"] for row in rows):
+        own = [row for row in rows if row["rule"] == rule]
+        summary[rule] = {
+            "fits": len(own),
+            "nll": sum(row["nll"] for row in own) / len(own),
+            "epistemic": sum(row["epistemic"] for row in own) / len(own),
+            "collapsed": sum(row["collapsed"] for row in own),
+            "collapsed_in_silence": sum(row["collapsed"] and "narrower" not in row["says"] for row in own),
+            "worse_than_plain": sum(row["worse"] for row in own),
+            "worse_in_silence": sum(row["worse"] and "plain" not in row["says"] for row in own),
+        }
+    return summary
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,233 @@
+"""Held-out data × spreads × temperatures → the loss of every input, from one pass over the data."""
+
+import math
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from stochbn.distributions.base import Distribution
+from stochbn.distributions.draws import join_draws
+from stochbn.distributions.seeds import member_seed
+from stochbn.distributions.tuning import Spread, Tuning
+from stochbn.inference.engine.network import Network
+from stochbn.inference.prediction import Link, check_logits
+from stochbn.statistics.calls import Call, device_of
+from stochbn.statistics.items import describe
+from stochbn.statistics.mini_batches import length
+from stochbn.statistics.moments import Moments
+from stochbn.statistics.normalization import widen
+from stochbn.statistics.progress import progress_bar
+from stochbn.statistics.restoring import KeepingModes
+from stochbn.uncertainty import class_indices
+
+NO_ANSWER = 1e6  # nats, the loss in regression where a spread so wide that it overflows gives no number
+
+_TARGET = "Pass target=, for example target=lambda batch: batch['labels']."
+
+
+@dataclass(frozen=True, eq=False)
+class Losses:
+    """The loss of each input under each spread and temperature, or noise level.
+
+    Attributes:
+        spreads: R of them; None for the network without draws of statistics, which is the first.
+        levels: L temperatures, or noise levels in regression.
+        values: (R, L, N) in float64 on the CPU.
+        num_labels: How many different labels there are, counted up to two.
+    """
+
+    spreads: tuple[Spread | None, ...]
+    levels: tuple[float, ...]
+    values: Tensor
+    num_labels: int
+
+
+@dataclass(frozen=True, eq=False)
+class HeldOut:
+    """The data to tune on, and how models are to be run on them.
+
+    Attributes:
+        models: One, or the members of an ensemble.
+        members: The distribution of each; empty for none.
+        loader: Labelled batches. It may be read more than once, in another order each time.
+        call: How a model is called on a batch.
+        target: Returns the labels of a batch; None for the second of a tuple or list.
+        link: As in `predict`.
+        num_samples: Draws for each spread.
+        seed: Of the draws, which are the same for all spreads.
+        dropout: Whether dropout layers drop.
+        progress: Whether to show a bar.
+    """
+
+    models: Sequence[nn.Module]
+    members: Sequence[Distribution]
+    loader: Iterable[Any]
+    call: Call
+    target: Callable[[Any], Tensor] | None
+    link: Link
+    num_samples: int
+    seed: int
+    dropout: bool
+    progress: bool
+
+    def measure(self, spreads: Sequence[Spread], levels: Sequence[float], title: str) -> Losses:
+        """Returns the losses of the network without draws, and of each spread, in one pass: so that they are paired."""
+        plain = self._networks(())
+        drawn = self._networks(spreads) if spreads else []
+        parts: list[Tensor] = []
+        known = torch.empty(0, device="cpu")
+
+        def add(item: Any, labels: Tensor) -> None:
+            nonlocal known
+            rows = [self._losses(plain, None, item, labels, levels)]
+            rows += [self._losses(drawn, row, item, labels, levels) for row in range(len(spreads))]
+            parts.append(torch.stack(rows).cpu())
+            known = torch.cat([known, labels.flatten().cpu()]).unique()[:2]
+
+        self._visit(add, title)
+        return Losses((None, *spreads), tuple(levels), torch.cat(parts, 2), len(known))
+
+    def root_mean_square(self) -> float:
+        """Returns the error of the network without draws in regression, over all inputs and outputs."""
+        plain, squares = self._networks(()), []
+
+        def add(item: Any, labels: Tensor) -> None:
+            moments, labels = self._moments(plain, None, item, labels)
+            squares.append((labels - moments.mean).square().flatten().cpu())
+
+        self._visit(add, "tune, error")
+        return float(torch.cat(squares).mean().sqrt())
+
+    def _visit(self, add: Callable[[Any, Tensor], None], title: str) -> None:
+        """Hands over every batch with its labels."""
+        is_empty = True
+        with (
+            KeepingModes(),
+            torch.no_grad(),
+            progress_bar(title, "batch", length(self.loader), shown=self.progress) as bar,
+        ):
+            for item in self.loader:
+                labels = _second(item) if self.target is None else self.target(item)
+                if not isinstance(labels, Tensor):
+                    raise TypeError(f"Expected labels as a tensor, got {describe(labels)}. {_TARGET}")
+                add(item, labels.to(device_of(self.models[0])))
+                is_empty = False
+                bar.update()
+        if is_empty:
+            raise ValueError(
+                "Expected at least one batch of held-out data, got an empty loader, or one that can be read only once. "
+                "Pass a DataLoader or a list."
+            )
+
+    def _networks(self, spreads: Sequence[Spread]) -> list[Network]:
+        return [self._network(number, spreads) for number in range(len(self.models))]
+
+    def _network(self, number: int, spreads: Sequence[Spread]) -> Network:
+        """Returns one of the models with the draws of all spreads, one after the other; without them, as it is."""
+        seed, draws = member_seed(self.seed, number), None
+        if spreads:
+            member = self.members[number]
+            draws = join_draws(
+                [replace(member, tuning=Tuning(spread)).sample(self.num_samples, seed=seed) for spread in spreads]
+            )
+        return Network(
+            self.models[number],
+            self.call,
+            draws,
+            num_samples=self.num_samples,
+            seed=seed,
+            dropout=self.dropout,
+            num_masks=self.num_samples,
+            num_batches=(length(self.loader) or 0) * max(1, len(spreads)) or None,
+        )
+
+    def _run(self, networks: Sequence[Network], row: int | None, item: Any) -> Iterator[tuple[Tensor, float]]:
+        """Yields outputs (s, N, …) of all members for one spread, with the weight of each draw."""
+        for network in networks:
+            count = network.num_draws if row is None else self.num_samples
+            start = 0 if row is None else row * count
+            for outputs in network.run(item, None, start, start + count):
+                outputs = widen(outputs)
+                if self.link == "softmax":
+                    check_logits(outputs)
+                if row is None and not outputs.isfinite().all():
+                    raise ValueError(
+                        "Expected finite outputs, got NaN or Inf from the network itself. Check the held-out data, and "
+                        "the model's own output on them."
+                    )
+                yield outputs, 1 / (len(networks) * count)
+
+    def _losses(
+        self, networks: Sequence[Network], row: int | None, item: Any, labels: Tensor, levels: Sequence[float]
+    ) -> Tensor:
+        """Returns −log p(y | x) of the mean over draws, (L, N): the sum over labels, the mean over places."""
+        if self.link == "identity":
+            moments, labels = self._moments(networks, row, item, labels)
+            noise = torch.tensor(levels, dtype=torch.float64).to(labels).view(-1, *[1] * labels.dim())
+            variance = moments.deviation / moments.weight + noise.square()  # (L, N, …)
+            losses = ((2 * math.pi * variance).log() + (labels - moments.mean).square() / variance) / 2
+            losses = losses.nan_to_num(NO_ANSWER, NO_ANSWER)
+        else:
+            probs: Any = 0.0  # of the labels, (L, N, …)
+            for outputs, weight in self._run(networks, row, item):
+                outputs = outputs.nan_to_num(0.0, 0.0, 0.0)  # overflow of a spread too wide: as good as no answer
+                each = torch.stack([_label_probs(outputs / level, labels, self.link).sum(0) for level in levels])
+                probs = probs + weight * each
+            losses = -probs.clamp_min(torch.finfo(probs.dtype).tiny).log().double()
+        if self.link != "softmax" and losses.dim() > 2:
+            losses = losses.sum(2)
+        return losses.flatten(2).mean(2) if losses.dim() > 2 else losses
+
+    def _moments(
+        self, networks: Sequence[Network], row: int | None, item: Any, labels: Tensor
+    ) -> tuple[Moments, Tensor]:
+        """Returns mean and variance of the draws, (N, …) in float64, and labels of the same shape."""
+        found: Moments | None = None
+        for outputs, weight in self._run(networks, row, item):
+            new = Moments.of(outputs.double()).scale(weight)
+            found = found.merge(new) if found else new
+        assert found is not None
+        labels = _like_outputs(labels, found.mean, self.link).double()
+        if not labels.isfinite().all():
+            raise ValueError("Expected finite labels, got NaN or Inf. Leave those inputs out.")
+        return found, labels
+
+
+def _second(item: Any) -> Any:
+    if isinstance(item, (tuple, list)) and len(item) > 1:
+        return item[1]
+    raise TypeError(f"Expected batches (x, y) with labels, got {describe(item)}. {_TARGET}")
+
+
+def _label_probs(outputs: Tensor, labels: Tensor, link: Link) -> Tensor:
+    """Returns the probability that each draw gives to the labels: (s, N, K, *) → (s, N, *); with sigmoid the same."""
+    if link == "softmax":
+        if labels.is_floating_point():
+            raise ValueError(
+                f"Expected class indices as labels for link='softmax', got {labels.dtype}. Pass link='sigmoid' for "
+                "labels of 0 and 1, or link='identity' for regression."
+            )
+        index = class_indices(outputs[0], labels).expand(len(outputs), *[-1] * (outputs.dim() - 1))
+        return outputs.softmax(2).gather(2, index).squeeze(2)
+    labels = _like_outputs(labels, outputs[0], link)
+    if not ((labels == 0) | (labels == 1)).all():
+        raise ValueError(
+            f"Expected labels of 0 and 1 for link='sigmoid', got {labels.min()} to {labels.max()}. Pass link='softmax' "
+            "for class indices, or link='identity' for regression."
+        )
+    return ((2 * labels.to(outputs) - 1) * outputs).sigmoid()  # of label 0 too, without 1 − p
+
+
+def _like_outputs(labels: Tensor, outputs: Tensor, link: Link) -> Tensor:
+    """Returns labels in the shape of outputs, (N, …): of a single output they may be (N,)."""
+    if labels.shape == outputs.shape:
+        return labels
+    if labels.unsqueeze(1).shape == outputs.shape:
+        return labels.unsqueeze(1)
+    raise ValueError(
+        f"Expected labels of the outputs' shape {list(outputs.shape)} for link='{link}', got {list(labels.shape)}. "
+        "Reshape them with target=, or pass link='softmax' for class indices."
+    )

@@ -1,0 +1,76 @@
+"""Losses of single inputs, against what `predict` gives for the same draws."""
+
+import math
+from dataclasses import replace
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import stochbn
+from oracles import calibrate
+from stochbn.inference.held_out import NO_ANSWER, HeldOut
+from stochbn.statistics.calls import call_on_item
+
+
+def prepare(model: nn.Module, stats: stochbn.Distribution, data: list[tuple[Tensor, Tensor]], link: str) -> HeldOut:
+    return HeldOut(
+        [model], [stats], data, call_on_item, None, link, num_samples=4, seed=0, dropout=False, progress=False
+    )
+
+
+def test_losses_are_those_of_each_input_in_order(model: nn.Module, stats: stochbn.Distribution, x: Tensor) -> None:
+    labels = torch.arange(7) % 3
+    losses = prepare(model, stats, [(x[:4], labels[:4]), (x[4:], labels[4:])], "softmax").measure(
+        (0.5, 2.0), (1.0, 2.0), ""
+    )
+    assert losses.values.shape == (3, 2, 7)
+    assert losses.spreads == (None, 0.5, 2.0)
+    assert losses.num_labels == 2  # it stops counting there
+    for row, spread in enumerate(losses.spreads):
+        for column, temperature in enumerate(losses.levels):
+            tuning = stochbn.Tuning(spread, temperature)
+            source = tuning if spread is None else replace(stats, tuning=tuning)
+            probs = stochbn.predict(model, source, x, num_samples=4).probs
+            expected = -probs.gather(1, labels[:, None])[:, 0].log().double()
+            torch.testing.assert_close(losses.values[row, column], expected, rtol=1e-4, atol=1e-6)
+
+
+@pytest.mark.parametrize("link", ["softmax", "sigmoid", "identity"])
+def test_places_are_averaged_and_labels_added(link: str, batches: list[Tensor]) -> None:
+    net = calibrate(nn.Sequential(nn.Conv2d(1, 4, 3), nn.BatchNorm2d(4), nn.ReLU(), nn.Conv2d(4, 3, 1)), batches)
+    stats = stochbn.fit(net, batches, progress=False)
+    x, outputs = batches[0], net(batches[0]).detach()
+    labels = {
+        "softmax": torch.randint(3, (16, 6, 6)),
+        "sigmoid": torch.randint(2, (16, 3, 6, 6)),
+        "identity": torch.randn(16, 3, 6, 6),
+    }[link]
+    found = prepare(net, stats, [(x, labels)], link).measure((), (1.0,), "").values[0, 0]
+    if link == "softmax":
+        expected = nn.functional.cross_entropy(outputs, labels, reduction="none").mean((1, 2))
+    elif link == "sigmoid":
+        binary = nn.functional.binary_cross_entropy_with_logits(outputs, labels.float(), reduction="none")
+        expected = binary.sum(1).mean((1, 2))
+    else:
+        expected = (0.5 * math.log(2 * math.pi) + (labels - outputs).square() / 2).sum(1).mean((1, 2))
+    torch.testing.assert_close(found, expected.double(), rtol=1e-4, atol=1e-5)
+
+
+class Overflowing(nn.Module):
+    """Gives no number where its input is far from 0."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return torch.where(x.abs().amax(1, keepdim=True) < 50, x, math.inf)
+
+
+@pytest.mark.parametrize("link", ["softmax", "identity"])
+def test_a_spread_that_overflows_is_no_answer(link: str) -> None:
+    net = calibrate(nn.Sequential(nn.BatchNorm1d(3), Overflowing()), [torch.randn(8, 3) for _ in range(9)])
+    stats = stochbn.fit(net, [torch.randn(8, 3) for _ in range(9)], progress=False)
+    labels = torch.arange(4) % 3 if link == "softmax" else torch.randn(4, 3)
+    values = prepare(net, stats, [(torch.randn(4, 3), labels)], link).measure((1.0, 60.0), (1.0,), "").values
+    assert values.isfinite().all()
+    if link == "identity":
+        assert (values[2] >= NO_ANSWER).any()
+        assert (values[:2] < NO_ANSWER / 1000).all()
