@@ -186,7 +186,7 @@ def fail_in_file(scene: Scene, tally: Tally, chance: random.Random, m: int, _: i
         scene.stats[m].save(path)
         return stochbn.load(path).centre
 
-    tally.attempt(save_and_load, scene.stats[m].centre, OSError)
+    tally.attempt(save_and_load, scene.stats[m].centre, OSError, ValueError)
 
 
 JOBS: dict[str, tuple[Job, ...]] = {

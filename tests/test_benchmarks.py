@@ -238,6 +238,7 @@ def test_what_is_switched_off_changes_no_result(subject: Subject, only_last: boo
 @pytest.mark.slow
 @pytest.mark.filterwarnings("ignore:The NLL is lowest at")
 @pytest.mark.filterwarnings("ignore:Held-out data without a mistake")
+@pytest.mark.filterwarnings("ignore:The model has seen")  # after one epoch
 def test_tuning_is_measured_for_every_rule(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(tuning, "RECIPE", tuning.RECIPE.vary(epochs=1))
     rows = list(tuning.measure(0))

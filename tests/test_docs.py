@@ -97,7 +97,7 @@ def test_guide_code(given: dict[str, Any]) -> None:
 def test_tutorial_does_what_it_says(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     names: dict[str, Any] = {}
-    assert run(DOCS / "tutorial.md", names) == 10
+    assert run(DOCS / "tutorial.md", names) == 11
     y, plain, pred, unknown = (names[name] for name in ("y", "plain", "pred", "unknown"))
     assert stochbn.ece(pred.probs, y) < stochbn.ece(plain.probs, y) / 2
     assert stochbn.nll(pred.probs, y) < stochbn.nll(plain.probs, y)

@@ -19,8 +19,9 @@ import torch
 
 import stochbn
 from mutations import mutate
-from stochbn.distributions.base import Layer, Tuning
+from stochbn.distributions.base import Layer
 from stochbn.distributions.files import FAMILIES
+from stochbn.distributions.tuning import Score, Tuning
 from stochbn.experiments.data.sources import DataError
 from stochbn.experiments.files import File
 from stochbn.experiments.report.collect import collect
@@ -96,7 +97,11 @@ def fuzz(file: Path, kind: str, use: Callable[[Path], object], errors: type[Exce
 
 def make_statistics(family: str) -> stochbn.Distribution:
     layers = {name: Layer(1e-5, Moments.of(torch.randn(4, 2, 3, dtype=torch.float64))) for name in ("a", "b.c")}
-    tuning = Tuning({"a": 1.5, "b.c": 0.5}, 0.8, ((1.0, 0.8, 0.3),)) if family == "factorized" else Tuning(0.5)
+    tuning = (
+        Tuning({"a": 1.5, "b.c": 0.5}, 0.8, (Score(1.0, 0.8, 0.3, -0.1, 0.02), Score(None, 1.1, 0.4)))
+        if family == "factorized"
+        else Tuning(0.5)
+    )
     array = FAMILIES[family].array
     arrays = {array: torch.randn(4, 2, 6)} if array else {}
     return FAMILIES[family](layers, 16, 4, ("d",), False, True, tuning, **arrays)  # type: ignore[arg-type]

@@ -134,7 +134,7 @@ HOSTILE = {
     ),
     "huge-temperature": (lambda h, t: h.update(tuning=tuning(temperature=10**400)), "impossible tuning"),
     "tuning-type": (lambda h, t: h.update(tuning=0), "sound stochbn file"),
-    "curve-text": (lambda h, t: h.update(tuning=tuning(curve=[["1", "1", "1"]])), "impossible curve"),
+    "curve-text": (lambda h, t: h.update(tuning=tuning(curve=[["1", "1", "1"]])), "impossible tuning, score"),
     "scalar": (lambda h, t: t.update({"4.mean": torch.tensor(1.0).double()}), "shape of layer '4'"),
     "no-channels": (
         lambda h, t: t.update({f"4.{k}": torch.ones(2, 0).double() for k in ("mean", "deviation")}),
@@ -285,7 +285,7 @@ def test_files_give_back_everything(family: str, model: nn.Module, batches: list
         ({"tuning": {"spread": 1.0, "temperature": 1.0, "noise": "some", "curve": []}}, "impossible tuning"),
         (
             {"tuning": {"spread": 1.0, "temperature": 1.0, "scores": [{"spread": 1.0, "nll": "low"}]}},
-            "could not convert",
+            "impossible tuning, score",
         ),
     ],
 )

@@ -63,6 +63,7 @@ def test_activation_in_the_layer_is_kept(batches: list[Tensor], x: Tensor) -> No
     torch.testing.assert_close(pred.samples, naive(model, batches[:4], x), rtol=1e-4, atol=1e-6)
 
 
+@pytest.mark.filterwarnings("ignore:The model has seen")
 def test_agrees_with_sbn_where_the_statistics_are_known() -> None:
     """One BatchNorm layer on Gaussian data, inputs at the centre: μ(B) ~ N(0, 1/M), M σ²(B) ~ χ²(M − 1).
 

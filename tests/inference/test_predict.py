@@ -526,6 +526,7 @@ def resident() -> int:
         return int(file.read().split()[1]) * os.sysconf("SC_PAGE_SIZE")
 
 
+@pytest.mark.filterwarnings("ignore:The model has seen")
 @pytest.mark.skipif(not os.path.exists("/proc/self/statm"), reason="needs Linux")
 def test_memory_stays_where_it_was(batches: list[Tensor], path: str) -> None:
     """Thousands of calls, and models that are made and dropped."""

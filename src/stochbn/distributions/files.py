@@ -174,7 +174,7 @@ def _parse_tuning(found: dict[str, Any]) -> Tuning:
 
 def _parse_spread(spread: Any) -> Spread:
     spreads = spread if isinstance(spread, dict) else {"": spread}
-    _require(all(map(_is_number, spreads.values())), f"spread {reprlib.repr(spread)}")
+    _require(all(map(_is_number, spreads.values())), f"tuning, spread {reprlib.repr(spread)}")
     floats = {name: float(value) for name, value in spreads.items()}
     return floats if isinstance(spread, dict) else floats[""]
 
@@ -183,7 +183,7 @@ def _parse_score(row: dict[str, Any]) -> Score:
     spread, others = row["spread"], {key: value for key, value in row.items() if key != "spread"}
     # A loss may be infinite, which JSON reads as a float.
     sound = all(value is None or type(value) is float or _is_number(value) for value in others.values())
-    _require(sound, f"score {reprlib.repr(others)}")
+    _require(sound, f"tuning, score {reprlib.repr(others)}")
     numbers = {key: None if value is None else float(value) for key, value in others.items()}
     return Score(None if spread is None else _parse_spread(spread), **numbers)  # type: ignore[arg-type]
 
