@@ -31,7 +31,7 @@ def demo(
 
     Example: `stochbn demo --out demo`
     """
-    _reproduce(EXPERIMENTS["digits"], out, samples=None, folder=None, jobs=1)
+    _reproduce(EXPERIMENTS["digits"], out, samples=None, folder=None, jobs=2)
 
 
 def data(

@@ -76,7 +76,7 @@ LARGE = Protocol(
     curve=Curve(batch_sizes=(8, 16, 32, 64, 128), num_samples=8, num_inputs=1000, num_fit_inputs=8192),
     num_kept_by_stage=32,  # 256 draws of VGG-11's last stage cost sixteen times the whole network, at every spread
     num_fit_batches=256,
-    # Compiled, 256 draws in VGG-11's last layer cost 1.0 plain passes, else 1.5 (results/last-layer.json, N = 128).
+    # Compiled, 256 draws in VGG-11's last layer cost 0.7 plain passes, else 1.0 (results/last-layer.json, N = 128).
     # Draws in all layers gain nothing by it: convolutions are most of them.
     compiles_ends=True,
     has_appendices=False,  # the paper shows them for LeNet-5

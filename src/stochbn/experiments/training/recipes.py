@@ -139,8 +139,8 @@ RECIPES: dict[str, Recipe] = {
         Recipe("vgg11-authors", "vgg11", "cifar5", 5, 3, epochs=200, batch_size=16, augment=True),
         Recipe("vgg11-dropout-authors", "vgg11", "cifar5", 5, 3, epochs=200, batch_size=16, dropout=0.5, augment=True),
         Recipe("resnet18-authors", "resnet18", "cifar5", 5, 3, epochs=200, batch_size=16, augment=True),
-        Recipe("digits", "lenet5", "digits", 10, 1, epochs=10, batch_size=16, width=0.25),
-        Recipe("digits-dropout", "lenet5", "digits", 10, 1, epochs=10, batch_size=16, width=0.25, dropout=0.2),
+        Recipe("digits", "lenet5", "digits", 10, 1, epochs=120, batch_size=16, width=0.25),
+        Recipe("digits-dropout", "lenet5", "digits", 10, 1, epochs=120, batch_size=16, width=0.25, dropout=0.2),
     )
 }
 
