@@ -226,13 +226,13 @@ def test_changes_reach_every_step(run, steps):
     assert steps == [("evaluate", changed, folder, None, None)]
 
 
-def test_demo_is_the_digits_with_one_thread(run, steps, monkeypatch):
+def test_demo_is_the_digits_in_two_processes_of_one_thread(run, steps, monkeypatch):
     used = []
     monkeypatch.setattr(torch, "set_num_threads", used.append)
     code, out, _ = run("demo")
     assert code == 0
     assert used[0] == 1
-    assert steps == [("reproduce", EXPERIMENTS["digits"], Path("demo"), 1, None, None), ("report", Path("demo"))]
+    assert steps == [("reproduce", EXPERIMENTS["digits"], Path("demo"), 2, None, None), ("report", Path("demo"))]
     assert "Open demo/index.html\n" in out
 
 

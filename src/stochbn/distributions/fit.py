@@ -78,7 +78,7 @@ def fit(
     Examples:
         >>> model = nn.Sequential(nn.Conv2d(1, 4, 3), nn.BatchNorm2d(4, momentum=None), nn.ReLU())
         >>> loader = [(torch.rand(32, 1, 8, 8), torch.zeros(32)) for _ in range(5)]
-        >>> for x, _ in loader:
+        >>> for x, _ in 2 * loader:
         ...     _ = model(x)
         >>> fit(model, loader, batch_size=16, progress=False)
         Factorized(1 layers, 4 channels, batch_size=16, num_batches=10)

@@ -74,19 +74,20 @@ def test_states_and_the_time_left(tmp_path: Path) -> None:
 
 def test_predictions_of_another_protocol_or_network_are_made_again(tmp_path: Path) -> None:
     experiment = replace(EXPERIMENTS["digits"], num_seeds=1, dropout_recipe=None)
-    put_predictions(put(experiment.recipe, 0, [1.0] * 10), tmp_path, 60.0)
+    epochs = experiment.recipe.epochs
+    put_predictions(put(experiment.recipe, 0, [1.0] * epochs), tmp_path, 60.0)
     assert plan(experiment, tmp_path)[0].state == "done"
     assert plan(experiment, tmp_path, num_samples=5)[0].state == "left"
-    put(experiment.recipe, 0, [1.0] * 9)
+    put(experiment.recipe, 0, [1.0] * (epochs - 1))
     assert plan(experiment, tmp_path)[0].state == "left"
     path = checkpoint_path(experiment.recipe, 0)
-    write_checkpoint(path, Checkpoint(experiment.recipe, 0, [{"seconds": 1.0}] * 10, {"weight": torch.ones(1)}, {}))
+    write_checkpoint(path, Checkpoint(experiment.recipe, 0, [{"seconds": 1.0}] * epochs, {"weight": torch.ones(1)}, {}))
     assert plan(experiment, tmp_path)[0].state == "left"
 
 
 def test_predictions_do_where_the_checkpoint_is_lost(tmp_path: Path) -> None:
     experiment = replace(EXPERIMENTS["digits"], num_seeds=1, dropout_recipe=None)
-    put_predictions(put(experiment.recipe, 0, [1.0] * 10), tmp_path, 60.0)
+    put_predictions(put(experiment.recipe, 0, [1.0] * experiment.recipe.epochs), tmp_path, 60.0)
     checkpoint_path(experiment.recipe, 0).unlink()
     assert plan(experiment, tmp_path)[0].state == "done"
     other = replace(experiment, recipe=replace(experiment.recipe, learning_rate=0.1))
