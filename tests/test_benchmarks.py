@@ -237,15 +237,17 @@ def test_what_is_switched_off_changes_no_result(subject: Subject, only_last: boo
 
 @pytest.mark.slow
 @pytest.mark.filterwarnings("ignore:The NLL is lowest at")
-@pytest.mark.filterwarnings("ignore:Held-out data without a mistake")
+@pytest.mark.filterwarnings("ignore:Held-out data with")
 @pytest.mark.filterwarnings("ignore:The model has seen")  # after one epoch
 def test_tuning_is_measured_for_every_rule(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(tuning, "RECIPE", tuning.RECIPE.vary(epochs=1))
-    rows = list(tuning.measure(0))
+    rows = list(tuning.measure("hard", 0))
     assert [row["rule"] for row in rows] == 2 * ["plain", "fitted", "lowest", "tune"]
     assert all(row["epistemic"] > 0 for row in rows if row["rule"] != "plain")
     assert rows[0]["difference_to_plain"] == 0
     assert all(row["verdict"] for row in rows if row["rule"] == "tune")
     faulty = {"rule": "tune", "nll": 1.0, "epistemic": 0.0, "collapsed": True, "worse": True, "says": ["plain"]}
+    faulty["worse_where_tuned"] = True
     summary = tuning.summarise([faulty, faulty | {"says": ["narrower"]}])["tune"]
     assert (summary["collapsed"], summary["collapsed_in_silence"], summary["worse_in_silence"]) == (2, 1, 1)
+    assert summary["worse_where_tuned_in_silence"] == 1

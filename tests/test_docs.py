@@ -70,8 +70,11 @@ def given(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> dict[str, Any]:
 
 @pytest.mark.filterwarnings("ignore::UserWarning:tqdm")
 @pytest.mark.filterwarnings("ignore:The NLL is lowest at")  # the labels are noise
+@pytest.mark.filterwarnings("ignore:No threshold is shown to keep")
 def test_readme_code(given: dict[str, Any]) -> None:
-    assert run(ROOT / "README.md", given) == 1
+    assert run(ROOT / "README.md", given) == 2
+    assert given["accept"].coverage == 0, "labels that are noise prove nothing"
+    assert given["answered"].tolist() == [False] * 4
     assert given["pred"].probs.shape == (4, 3)
     assert list(given["stats"].layers) == ["7"]
     assert given["stats"].tuning is not None

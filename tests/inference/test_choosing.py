@@ -58,7 +58,7 @@ def test_one_input_chooses_nothing() -> None:
 
 def choice(values: Tensor, is_free: bool = True) -> Choice:
     """Rows for the plain network and spreads 0.5, 1 and 2; columns for temperatures 0.5, 1 and 2."""
-    return Choice(Losses((None, 0.5, 1.0, 2.0), (0.5, 1.0, 2.0), values, 3), 1, is_free, False)
+    return Choice(Losses((None, 0.5, 1.0, 2.0), (0.5, 1.0, 2.0), values, 3, 50), 1, is_free, False)
 
 
 def test_no_spread_is_to_blame_for_the_temperature() -> None:
@@ -98,9 +98,9 @@ def test_verdicts() -> None:
     assert stands == "No spread is better than the fitted one by more than one standard error, so that stands."
 
 
-def test_data_without_a_mistake_are_separable() -> None:
-    values = torch.ones(4, 3, 5)
-    values[0, 0] = 0.5
-    assert choice(values).is_separable
-    values[0, 0, 3] = 1.5  # one input that asks for less confidence
-    assert not choice(values).is_separable
+@pytest.mark.parametrize("num_mistakes", [0, 9, 10])
+def test_ten_mistakes_decide(num_mistakes: int) -> None:
+    values = torch.ones(1, 3, 50)
+    losses = Losses((None,), (0.5, 1.0, 2.0), values, 3, num_mistakes)
+    assert Choice(losses, 1, True, False).is_decisive == (num_mistakes == 10)
+    assert Choice(losses, None, True, False).is_decisive  # a noise level, which needs none

@@ -27,6 +27,7 @@ def test_losses_are_those_of_each_input_in_order(model: nn.Module, stats: stochb
     assert losses.values.shape == (3, 2, 7)
     assert losses.spreads == (None, 0.5, 2.0)
     assert losses.num_labels == 2  # it stops counting there
+    assert losses.num_mistakes == int((model(x).argmax(1) != labels).sum())
     for row, spread in enumerate(losses.spreads):
         for column, temperature in enumerate(losses.levels):
             tuning = stochbn.Tuning(spread, temperature)
@@ -46,7 +47,14 @@ def test_places_are_averaged_and_labels_added(link: str, batches: list[Tensor]) 
         "sigmoid": torch.randint(2, (16, 3, 6, 6)),
         "identity": torch.randn(16, 3, 6, 6),
     }[link]
-    found = prepare(net, stats, [(x, labels)], link).measure((), (1.0,), "").values[0, 0]
+    held_out = prepare(net, stats, [(x, labels)], link)
+    losses = held_out.measure((), (1.0,), "")
+    found = losses.values[0, 0]
+    assert losses.num_mistakes == (0 if link == "identity" else 16)  # labels by chance: some are wrong in every input
+    labels_of_its_own = {"softmax": outputs.argmax(1), "sigmoid": (outputs > 0).long(), "identity": labels}[link]
+    labels_of_its_own[3:5] = labels[3:5]
+    right = prepare(net, stats, [(x, labels_of_its_own)], link).measure((), (1.0,), "")
+    assert right.num_mistakes == (0 if link == "identity" else 2)
     if link == "softmax":
         expected = nn.functional.cross_entropy(outputs, labels, reduction="none").mean((1, 2))
     elif link == "sigmoid":

@@ -3,6 +3,10 @@
 One rule for both. What was fitted stands, unless another choice is better by more than one standard error of their
 paired difference; then the nearest to it is taken that is within one standard error of the best. The NLL of held-out
 data cannot see what narrower draws cost on out-of-domain inputs, so noise must not decide against them.
+
+A mean of losses is as uncertain as the number of mistakes in it: right answers all ask for more confidence, a little
+each, and the few wrong ones for less. Where there are hardly any, the standard error is too small itself, since the
+mistakes that other data would hold are missing from it. So fewer than `FEWEST_MISTAKES` choose nothing.
 """
 
 import math
@@ -14,6 +18,8 @@ from torch import Tensor
 
 from stochbn.distributions.tuning import Score, Spread
 from stochbn.inference.held_out import Losses
+
+FEWEST_MISTAKES = 10  # to choose by: their number is then known to a third, 1 / √10
 
 
 def compare(losses: Tensor, reference: Tensor) -> tuple[float, float]:
@@ -135,16 +141,18 @@ class Choice:
         return name if level == self.unit else f"{name} {'at' if spread is None else 'and'} temperature {value}"
 
     @property
-    def is_separable(self) -> bool:
-        """Whether no input asks for less confidence, so that the surest network would win however sure it is."""
-        return self.unit is not None and bool((self.losses.values[0, 0] <= self.losses.values[0, self.unit]).all())
+    def is_decisive(self) -> bool:
+        """Whether there are mistakes enough to choose by; regression needs none."""
+        return self.unit is None or self.losses.num_mistakes >= FEWEST_MISTAKES
 
     def tell_winner(self, row: int, level: int, rival_level: int) -> str:
         """Says whether draws or the network without them had the lower NLL."""
         rival = (0, rival_level)
         gap, error = self.compare((row, level), rival)
         winner, loser = ((row, level), rival) if gap <= 0 else (rival, (row, level))
-        size = f"{abs(gap):.4f} ± {error:.4f}{'' if abs(gap) > error else ', which may be chance'}"
+        # One standard error is enough to choose by, but not for a claim.
+        is_sure = self.is_decisive and abs(gap) > 2 * error
+        size = f"{abs(gap):.4f} ± {error:.4f}{'' if is_sure else ', which may be chance'}"
         advice = "" if gap <= 0 else "; draws may still help out of domain"
         names = f"{self.describe(*winner)} had a lower NLL than {self.describe(*loser)}"
         return f"On {self._count}, {names}, by {size}{advice}."

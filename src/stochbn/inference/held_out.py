@@ -37,12 +37,14 @@ class Losses:
         levels: L temperatures, or noise levels in regression.
         values: (R, L, N) in float64 on the CPU.
         num_labels: How many different labels there are, counted up to two.
+        num_mistakes: How many inputs the network without draws gets wrong, in any of their labels; 0 in regression.
     """
 
     spreads: tuple[Spread | None, ...]
     levels: tuple[float, ...]
     values: Tensor
     num_labels: int
+    num_mistakes: int
 
 
 @dataclass(frozen=True, eq=False)
@@ -79,16 +81,18 @@ class HeldOut:
         drawn = self._networks(spreads) if spreads else []
         parts: list[Tensor] = []
         known = torch.empty(0, device="cpu")
+        num_mistakes = 0
 
         def add(item: Any, labels: Tensor) -> None:
-            nonlocal known
+            nonlocal known, num_mistakes
             rows = [self._losses(plain, None, item, labels, levels)]
             rows += [self._losses(drawn, row, item, labels, levels) for row in range(len(spreads))]
             parts.append(torch.stack(rows).cpu())
             known = torch.cat([known, labels.flatten().cpu()]).unique()[:2]
+            num_mistakes += self._count_mistakes(plain, item, labels)
 
         self._visit(add, title)
-        return Losses((None, *spreads), tuple(levels), torch.cat(parts, 2), len(known))
+        return Losses((None, *spreads), tuple(levels), torch.cat(parts, 2), len(known), num_mistakes)
 
     def root_mean_square(self) -> float:
         """Returns the error of the network without draws in regression, over all inputs and outputs."""
@@ -180,6 +184,20 @@ class HeldOut:
         if self.link != "softmax" and losses.dim() > 2:
             losses = losses.sum(2)
         return losses.flatten(2).mean(2) if losses.dim() > 2 else losses
+
+    def _count_mistakes(self, plain: Sequence[Network], item: Any, labels: Tensor) -> int:
+        """Counts inputs of which some label is not the likeliest."""
+        if self.link == "identity":
+            return 0
+        is_softmax = self.link == "softmax"
+        probs: Any = 0.0  # (N, K, *)
+        for outputs, weight in self._run(plain, None, item):
+            probs = probs + weight * (outputs.softmax(2) if is_softmax else outputs.sigmoid()).sum(0)
+        if is_softmax:
+            wrong = probs.argmax(1) != labels  # (N, *)
+        else:
+            wrong = (probs > 0.5) != _like_outputs(labels, probs, self.link).bool()  # (N, K, *)
+        return int(wrong.flatten(1).any(1).sum() if wrong.dim() > 1 else wrong.sum())
 
     def _moments(
         self, networks: Sequence[Network], row: int | None, item: Any, labels: Tensor

@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from stochbn.distributions.base import Distribution
 from stochbn.distributions.seeds import random_seed
 from stochbn.distributions.tuning import Score, Spread, Tuning
-from stochbn.inference.choosing import Choice, distance, order
+from stochbn.inference.choosing import FEWEST_MISTAKES, Choice, distance, order
 from stochbn.inference.engine.sampling import warn_of_dropout
 from stochbn.inference.held_out import HeldOut
 from stochbn.inference.predict import check_options
@@ -61,13 +61,13 @@ def tune(  # type: ignore[misc]
     The plain network, the fitted spread and spreads around it are scored on the same data, each with a temperature too.
     The fitted spread stands unless another is better by more than one standard error of their paired difference. Then
     the nearest to it is taken that is within one standard error of the best. So it is with a temperature, against 1.
-    `print(stats.tuning)` shows the scores and says what they mean. Data without a single mistake choose nothing, as the
-    surest network would win, however sure. No model is changed.
+    `print(stats.tuning)` shows the scores and says what they mean. Data with fewer than ten mistakes choose nothing,
+    and a warning says so: the surest network would win, however sure. No model is changed.
 
     A spread of k multiplies every deviation from the centre by k. The variances of batch statistics fall with the size
-    of the batch, so it stands for mini-batches k² times smaller than those of training. The cost is that of 57 passes
-    over the data by default: 8 draws for each of 7 spreads, and the plain network. If the best spread is the smallest
-    or the largest of them, a second pass tries others beyond it.
+    of the batch, so it stands for mini-batches k² times smaller than those of training. The cost is that of 58 passes
+    over the data by default: 8 draws for each of 7 spreads, and the plain network twice. If the best spread is the
+    smallest or the largest of them, a second pass tries others beyond it.
 
     Args:
         model: A trained network, or several, which are then tuned together, to one spread and temperature.
@@ -202,7 +202,7 @@ class _Search:
         spreads = () if not self.held_out.members else SPREADS if self.choose != "temperature" else (1.0,)
         choice = self._measure(spreads, "tune")
         row = choice.reference[0]
-        if not self.is_regression and (choice.losses.num_labels < 2 or choice.is_separable):
+        if not self.is_regression and (choice.losses.num_labels < 2 or not choice.is_decisive):
             return self._refuse(choice)
         if len(spreads) > 1:
             choice, row = self._choose_spread(choice)
@@ -276,12 +276,15 @@ class _Search:
         self.warned.append(f"The NLL is lowest at {what} {self.levels[best]:.3g}, the {end} tried. {remedy}.")
 
     def _refuse(self, choice: Choice) -> tuple[Tuning, list[str]]:
-        """Chooses nothing, where labels would have the surest network win."""
+        """Chooses nothing, where labels would have the surest network win, or chance would decide."""
         row, level = choice.reference
-        problem = "Labels of one kind only" if choice.losses.num_labels < 2 else "Held-out data without a mistake"
+        count = choice.losses.num_mistakes
+        problem = f"Held-out data with {count or 'no'} {'mistake' if count == 1 else 'mistakes'}"
+        if choice.losses.num_labels < 2:
+            problem = "Labels of one kind only"
         self.warned.append(
-            f"{problem} cannot choose a spread or a temperature: the surest network would win. What was fitted stands; "
-            "pass held-out data with all classes, and enough of them for some mistakes."
+            f"{problem} cannot choose a spread or a temperature: mistakes decide how sure to be. What was fitted "
+            f"stands; pass held-out data with all classes, and enough for {FEWEST_MISTAKES} mistakes."
         )
         return self._conclude(choice, row, level, [choice.tell_winner(row, level, level)] if row else [])
 

@@ -6,6 +6,7 @@ from scipy import optimize
 from stochbn.experiments.methods import SPREADS
 from stochbn.experiments.report.choose import (
     TEMPERATURES,
+    can_choose,
     choose_spread,
     choose_temperature,
     is_end,
@@ -42,12 +43,26 @@ def test_the_temperature_is_that_of_the_lowest_nll(sharpness):
 
 
 def test_a_temperature_stays_within_its_limits():
-    sure = torch.tensor([[0.9, 0.1]] * 5, dtype=torch.float64)
-    for label, limit in enumerate(TEMPERATURES):  # always right, always wrong
-        chosen = choose_temperature(sure, torch.full((5,), label))
+    always_wrong = torch.tensor([[0.9, 0.1]] * 20, dtype=torch.float64), torch.ones(20, dtype=torch.long)
+    hardly_sure = torch.tensor([[0.51, 0.49]] * 1000, dtype=torch.float64), torch.arange(1000) >= 990
+    for data, limit in zip((hardly_sure, always_wrong), TEMPERATURES, strict=True):
+        chosen = choose_temperature(data[0], data[1].long())
         assert chosen == pytest.approx(limit, rel=1e-3)
         assert is_end(chosen)
     assert not is_end(choose_temperature(*drawn(1.0)))
+
+
+@pytest.mark.parametrize("num_mistakes", [0, 1, 9, 10])
+def test_hardly_a_mistake_chooses_nothing(num_mistakes):
+    """Nine mistakes in 1,000 answers of 90 % ask for far more confidence, and so do ten, which are believed."""
+    labels = (torch.arange(1000) < num_mistakes).long()
+    probs = torch.tensor([[0.9, 0.1]] * 1000, dtype=torch.float64)
+    chosen = choose_temperature(probs, labels)
+    assert can_choose(probs, labels) == (num_mistakes >= 10)
+    if num_mistakes < 10:
+        assert chosen == 1
+    else:
+        assert temper(probs, chosen)[0, 0].item() == pytest.approx(0.99, abs=1e-6)
 
 
 def test_a_temperature_of_one_changes_nothing():

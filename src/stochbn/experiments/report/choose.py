@@ -1,12 +1,17 @@
-"""Validation predictions → what is chosen for a network: a temperature, a spread. Test data have no say here."""
+"""Validation predictions → what is chosen for a network: a temperature, a spread. Test data have no say here.
+
+As in `stochbn.tune`, data with hardly a mistake choose nothing: a temperature of 1 and the fitted spread stand.
+"""
 
 import math
 from collections.abc import Mapping
 
+import torch
 from scipy.optimize import minimize_scalar
 from torch import Tensor
 
 from stochbn.experiments.report.scores import log_loss
+from stochbn.inference.choosing import FEWEST_MISTAKES, choose_nearest
 from stochbn.uncertainty import entropy
 
 TEMPERATURES = (0.25, 8.0)  # the lowest and the highest that are considered
@@ -15,16 +20,24 @@ TEMPERATURES = (0.25, 8.0)  # the lowest and the highest that are considered
 Network = dict[str, tuple[Tensor, Tensor]]
 
 
+def can_choose(probs: Tensor, labels: Tensor) -> bool:
+    """Returns whether probabilities (N, K) have enough mistakes in them to choose by."""
+    return int((probs.argmax(1) != labels).sum()) >= FEWEST_MISTAKES
+
+
 def choose_temperature(probs: Tensor, labels: Tensor) -> float:
     """Returns the T whose p^(1/T), normalised, has the lowest NLL, of probabilities (N, K), none of them 0.
 
     Examples:
-        >>> import torch
-        >>> sure = torch.tensor([[0.99, 0.01]] * 4, dtype=torch.float64)
-        >>> T = choose_temperature(sure, torch.tensor([0, 0, 0, 1]))  # right three times in four
+        >>> sure = torch.tensor([[0.99, 0.01]] * 40, dtype=torch.float64)
+        >>> T = choose_temperature(sure, torch.tensor([0, 0, 0, 1] * 10))  # right three times in four
         >>> round(temper(sure, T)[0, 0].item(), 6)
         0.75
+        >>> choose_temperature(sure, torch.zeros(40, dtype=torch.long))  # always right
+        1.0
     """
+    if not can_choose(probs, labels):
+        return 1.0
     lowest, highest = (1 / limit for limit in TEMPERATURES)
     # The NLL is convex in 1 / T, a slope of the log-probabilities, so that a search for its minimum cannot go astray.
     found = minimize_scalar(
@@ -65,7 +78,4 @@ def choose_spread(losses: Mapping[float, Tensor]) -> float:
         >>> choose_spread({1.0: 0.5 + noise, 2.0: 0.49 - noise}), choose_spread({1.0: 0.5 + noise, 2.0: 0.3 - noise})
         (1.0, 2.0)
     """
-    best = min(losses, key=lambda spread: losses[spread].mean().item())
-    differences = {spread: loss - losses[best] for spread, loss in losses.items()}
-    near = [spread for spread, each in differences.items() if each.mean() <= each.std() / math.sqrt(len(each))]
-    return min(near, key=lambda spread: (abs(math.log(spread)), losses[spread].mean().item()))
+    return list(losses)[choose_nearest(torch.stack(list(losses.values())), [abs(math.log(one)) for one in losses])]

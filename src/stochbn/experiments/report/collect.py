@@ -10,7 +10,7 @@ from stochbn.distributions.storage import brief
 from stochbn.experiments.data.sources import DataError
 from stochbn.experiments.files import PARTS, File, average, unpack
 from stochbn.experiments.methods import METHODS, SPREADS, Method
-from stochbn.experiments.report.choose import Network, choose_spread, is_end, temper_network
+from stochbn.experiments.report.choose import Network, can_choose, choose_spread, is_end, temper_network
 from stochbn.experiments.report.scores import Chosen, Output, Results, Scored, log_loss
 from stochbn.experiments.training.recipes import EXPERIMENTS
 
@@ -144,7 +144,8 @@ def _choose(networks: dict[str, Networks], labels: Tensor) -> dict[str, Chosen]:
         for seed in by_spread[1.0]:
             tried = {spread: found[seed] for spread, found in by_spread.items() if seed in found}
             losses = {spread: log_loss(network["validation"][0], labels) for spread, network in tried.items()}
-            picked[seed] = choose_spread(losses)
+            decides = can_choose(tried[1.0]["validation"][0], labels)
+            picked[seed] = choose_spread(losses) if decides else 1.0
             has_end = has_end or picked[seed] in (min(tried), max(tried))
         if any(spread != 1 for spread in picked.values()):
             networks[tuned] = {seed: by_spread[spread][seed] for seed, spread in picked.items()}

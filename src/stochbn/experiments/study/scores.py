@@ -13,6 +13,7 @@ from torch import Tensor
 import stochbn
 from stochbn.experiments.files import File
 from stochbn.experiments.methods import METHODS, Method
+from stochbn.experiments.report.choose import can_choose
 from stochbn.experiments.report.scores import Output
 from stochbn.experiments.study.draws import Task
 from stochbn.experiments.study.results import Choice, Cost
@@ -41,7 +42,9 @@ class Draws:
         return Output(probs / count, entropy / count if count > 1 else None)
 
     def choose_temperature(self, labels: Tensor) -> float:
-        """Returns the temperature with the lowest NLL on the validation draws."""
+        """Returns the temperature with the lowest NLL on the validation draws; 1 if they have hardly a mistake."""
+        if not can_choose(self.average("validation").probs, labels):
+            return 1.0
         losses = [(t, stochbn.nll(self.average("validation", t).probs, labels).item()) for t in TEMPERATURES]
         return find_minimum(losses)[0]
 
