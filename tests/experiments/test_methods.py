@@ -24,5 +24,5 @@ def test_a_fixed_spread_has_a_key_of_its_own() -> None:
     keys = [METHODS["last"].at(spread).key for spread in SPREADS]
     assert keys == ["last@0.50", "last@0.71", "last@1.00", "last@1.41", "last@2.00", "last@2.83"]
     wide = METHODS["last-tuned"].at(2.0)
-    assert (wide.drawing.spread, wide.drawing.tuned) == (2.0, None)
+    assert (wide.drawing.spread, wide.drawing.tuned) == (2.0, False)
     assert wide.label == "Last layer, tuned, spread 2.00"

@@ -18,15 +18,13 @@ class Drawing:
     """How networks are drawn around a trained one."""
 
     # Of the fitted statistics; None draws no statistics, "exact" takes training mini-batches (eq. 3)
-    family: Literal["factorized", "lowrank", "empirical", "exact"] | None = None
+    family: Literal["factorized", "empirical", "exact"] | None = None
     # Which BatchNorm layers are drawn: all of them, the last stage of the network, or its last layer alone
     layers: Literal["all", "stage", "last"] = "all"
     conditioned: bool = False  # whether each input is counted into the mini-batch that normalises it
-    # What a spread is chosen for on validation data: the network, each of its layers, or the whole ensemble
-    tuned: Literal["network", "layers", "ensemble"] | None = None
+    tuned: bool = False  # whether a spread is chosen for the network on validation data
     dropout: bool = False  # whether dropout stays active
-    # Of "empirical", which correlations are destroyed: between layers, or between channels too
-    apart: Literal["layers", "channels"] | None = None
+    apart: bool = False  # of "empirical", whether correlations between channels are destroyed
     spread: float | None = None  # a fixed one, in place of the fitted or a tuned one
     # Of "empirical", whether every mini-batch that was kept is drawn once, in place of S of them
     exhaustive: bool = False
@@ -62,7 +60,7 @@ class Method:
             self,
             key=f"{self.key}@{spread:.2f}",
             label=f"{self.label}, spread {spread:.2f}",
-            drawing=replace(self.drawing, tuned=None, spread=spread),
+            drawing=replace(self.drawing, tuned=False, spread=spread),
         )
 
     def tempered(self) -> "Method":
@@ -76,15 +74,14 @@ class Method:
 
 
 _SBN = Drawing("factorized")
-_REAL = Drawing("empirical", conditioned=True)
-_ALL_REAL = replace(_REAL, exhaustive=True)
-_STAGE = replace(_ALL_REAL, layers="stage")
-_LAST = replace(_ALL_REAL, layers="last")
+_REAL = Drawing("empirical", conditioned=True, exhaustive=True)
+_STAGE = replace(_REAL, layers="stage")
+_LAST = replace(_REAL, layers="last")
 _DROPOUT_SBN = replace(_SBN, dropout=True)
 
 
-def _tuned(drawing: Drawing, what: Literal["network", "layers", "ensemble"] = "network") -> Drawing:
-    return replace(drawing, tuned=what)
+def _tuned(drawing: Drawing) -> Drawing:
+    return replace(drawing, tuned=True)
 
 
 METHODS: dict[str, Method] = {
@@ -94,24 +91,17 @@ METHODS: dict[str, Method] = {
         Method("plain", "One network", GREY, "-", Drawing()),
         Method("sbn", "SBN", GREEN, "--", _SBN),
         Method("tuned", "Tuned SBN", GREEN, ":", _tuned(_SBN)),
-        Method("tuned-by-layer", "SBN, tuned by layer", SKY, ":", _tuned(_SBN, "layers")),
-        Method("sbn-conditioned", "SBN, conditioned", SKY, "--", replace(_SBN, conditioned=True)),
-        Method("lowrank", "Low rank", ORANGE, "--", Drawing("lowrank")),
-        Method("lowrank-tuned", "Low rank, tuned", ORANGE, ":", _tuned(Drawing("lowrank"))),
         Method("empirical", "Real mini-batches", SKY, "-", Drawing("empirical")),
-        Method("real", "Real mini-batches, conditioned", PURPLE, "--", _REAL),
-        Method("real-tuned", "Real mini-batches, conditioned, tuned", PURPLE, ":", _tuned(_ALL_REAL)),
+        Method("real-tuned", "Real mini-batches, conditioned, tuned", PURPLE, ":", _tuned(_REAL)),
         Method("stage", "Last stage", ORANGE, "--", _STAGE),
         Method("stage-tuned", "Last stage, tuned", ORANGE, "-.", _tuned(_STAGE)),
         Method("last", "Last layer", PURPLE, "-", _LAST),
         Method("last-tuned", "Last layer, tuned", PURPLE, "-.", _tuned(_LAST)),
-        Method("layers-apart", "Real mini-batches, layers apart", GREY, "--", replace(_REAL, apart="layers")),
-        Method("channels-apart", "Real mini-batches, channels apart", GREY, ":", replace(_REAL, apart="channels")),
+        Method("channels-apart", "Real mini-batches, channels apart", GREY, ":", Drawing("empirical", apart=True)),
         Method("exact", "Exact (eq. 3)", BLACK, "-", Drawing("exact")),
         # Several networks.
         Method("ensemble", "Deep Ensembles", BLUE, "-", Drawing(), "plain"),
         Method("ensemble+sbn", "Deep Ensembles + SBN", BLUE, "--", _SBN, "sbn"),
-        Method("ensemble+tuned", "Deep Ensembles + tuned SBN", BLUE, ":", _tuned(_SBN, "ensemble"), "ensemble+tuned"),
         Method("ensemble-tempered", "Deep Ensembles, each + temperature", SKY, "-.", Drawing(), "plain+temperature"),
         Method("ensemble+last", "Deep Ensembles + last layer", ORANGE, "-", _LAST, "last"),
         Method("ensemble+last-tuned", "Deep Ensembles + last layer, tuned", ORANGE, "-.", _tuned(_LAST), "last-tuned"),

@@ -32,7 +32,7 @@ def test_each_distribution_is_fitted_once(trained: TrainedNetwork, monkeypatch: 
     fits = []
     original = inference.fit
     monkeypatch.setattr(inference, "fit", lambda *a, **o: fits.append(o["layers"]) or original(*a, **o))
-    for key in ("plain", "sbn", "sbn", "tuned", "sbn-conditioned", "last", "stage"):
+    for key in ("plain", "sbn", "sbn", "tuned", "last", "stage"):
         trained.distribution(METHODS[key].drawing)
     wide = trained.distribution(METHODS["last"].at(2.0).drawing)
     assert fits == [None, ["fc.norm"], ("fc.*",)]
@@ -51,7 +51,7 @@ def test_how_many_networks_are_drawn(trained: TrainedNetwork) -> None:
     assert trained.num_draws(Drawing(dropout=True), 50) == 50
 
 
-@pytest.mark.parametrize("key", ["exact", "layers-apart", "ensemble+tuned"])
+@pytest.mark.parametrize("key", ["exact", "channels-apart"])
 def test_what_is_no_distribution_of_one_network_is_refused(trained: TrainedNetwork, key: str) -> None:
     with pytest.raises(ValueError, match="Expected a distribution of one network as it was fitted, got Drawing"):
         trained.distribution(METHODS[key].drawing)

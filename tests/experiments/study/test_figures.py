@@ -30,7 +30,7 @@ def test_corruptions_have_a_column_for_each_kind(results: Results) -> None:
 def test_tuning_has_a_curve_for_each_family(results: Results) -> None:
     axes = figures.draw_tuning(results).axes[0]
     assert [line.get_label() for line in axes.lines] == [
-        *("Tuned SBN", "Low rank, tuned", "Real mini-batches, conditioned, tuned", "Last layer, tuned")
+        *("Tuned SBN", "Real mini-batches, conditioned, tuned", "Last layer, tuned")
     ]
     assert all(len(line.get_xdata()) >= 7 for line in axes.lines)
 

@@ -34,11 +34,11 @@ def test_a_temperature_never_raises_the_validation_nll(study: Study, files: dict
 def test_methods_and_ensembles_in_the_order_of_the_table(study: Study, files: dict[Task, File]) -> None:
     entries = {entry.method.key: entry for entry in list_entries(files)}
     single = {key for key in (*MAIN, *SIDE) if METHODS[key].group != "ensemble"} - {"exact"}
-    ensembles = {"ensemble", "ensemble+sbn", "ensemble+tuned", "ensemble+last", "ensemble+last-tuned"}
+    ensembles = {"ensemble", "ensemble+sbn", "ensemble+last", "ensemble+last-tuned"}
     assert list(entries) == [key for key in METHODS if key in single | ensembles]
     assert (len(entries["sbn"].units), entries["sbn"].std_over) == (3, "3 seeds")
-    assert (len(entries["lowrank"].units), entries["lowrank"].seeds) == (2, (0, 1))
-    ensemble = entries["ensemble+tuned"]
+    assert (len(entries["empirical"].units), entries["empirical"].seeds) == (2, (0, 1))
+    ensemble = entries["ensemble+sbn"]
     assert (len(ensemble.units), len(ensemble.units[0].files)) == (1, 3)
     assert [len(replica.files) for replica in ensemble.replicas] == [2, 2, 2]
     assert ensemble.std_over == "3 ensembles that leave one out"
@@ -61,5 +61,3 @@ def test_choices_are_those_of_the_files(study: Study, files: dict[Task, File]) -
     headers = [file.header["tuning"] for task, file in files.items() if task.method.key == "tuned"]
     assert [choice.spread for choice in entries["tuned"].choices] == [header["spread"] for header in headers]
     assert entries["tuned"].choices[0].curve[0] == pytest.approx((headers[0]["curve"][0][0], headers[0]["curve"][0][2]))
-    assert isinstance(entries["tuned-by-layer"].choices[0].spread, dict)
-    assert len({choice.spread for choice in entries["ensemble+tuned"].choices}) == 1

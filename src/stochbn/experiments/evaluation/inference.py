@@ -52,15 +52,14 @@ class TrainedNetwork:
         """Returns what a method draws from, tuned on validation data where it is to be; None without SBN."""
         if drawing.family is None:
             return None
-        if drawing.family == "exact" or drawing.apart or drawing.tuned == "ensemble":
+        if drawing.family == "exact" or drawing.apart:
             raise ValueError(f"Expected a distribution of one network as it was fitted, got {drawing}.")
         stats = replace(self._fit(drawing.family, drawing.layers, drawing.dropout), conditioned=drawing.conditioned)
         if drawing.spread is not None:
             return replace(stats, tuning=stochbn.Tuning(drawing.spread))
-        if drawing.tuned is None:
+        if not drawing.tuned:
             return stats
-        num_groups = min(3, len(stats.layers)) if drawing.tuned == "layers" else 1
-        options: dict[str, Any] = {"num_groups": num_groups, "dropout": drawing.dropout, "progress": self.progress}
+        options: dict[str, Any] = {"dropout": drawing.dropout, "progress": self.progress}
         tuned: stochbn.Distribution = tune(self.network, stats, self.splits["validation"], seed=self.seed, **options)
         return tuned
 

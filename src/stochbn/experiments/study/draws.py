@@ -21,29 +21,22 @@ from stochbn.experiments.data.sources import cache_dir
 from stochbn.experiments.data.splits import Split
 from stochbn.experiments.evaluation.diagnostics import choose_rows
 from stochbn.experiments.evaluation.evaluate import finished_runs, load_splits
-from stochbn.experiments.evaluation.inference import TrainedNetwork, infer_exactly, predict, tune
+from stochbn.experiments.evaluation.inference import TrainedNetwork, infer_exactly, predict
 from stochbn.experiments.evaluation.jobs import Job, complete
 from stochbn.experiments.files import DRAW_SEED, PARTS, PREDICTED, File
-from stochbn.experiments.methods import METHODS, Drawing, Method
+from stochbn.experiments.methods import METHODS, Method
 from stochbn.experiments.report.differences import NUM_RESAMPLES
 from stochbn.experiments.training.checkpoints import checkpoint_path, digest, load_network, read_checkpoint
 from stochbn.experiments.training.recipes import Experiment, Recipe
 
-FORMAT = 4  # of the draws in the cache and what they mean
+FORMAT = 5  # of the draws in the cache and what they mean
 # Drawn for all networks, also on corrupted images; ensembles of these are scored too.
-MAIN = (
-    *("plain", "sbn", "tuned", "real-tuned", "last", "last-tuned", "ensemble+tuned"),
-    *("dropout", "dropout+sbn", "dropout+tuned"),
-)
-# Side issues, drawn for the first networks.
-SIDE = (
-    *("tuned-by-layer", "sbn-conditioned", "lowrank", "lowrank-tuned", "empirical", "real"),
-    *("layers-apart", "channels-apart", "exact"),
-)
+MAIN = ("plain", "sbn", "tuned", "real-tuned", "last", "last-tuned", "dropout", "dropout+sbn")
+# Side issues, drawn for the first networks: what real mini-batches have that r(μ)r(σ) has not, and what both are for.
+SIDE = ("empirical", "channels-apart", "exact")
 # Whose best spread is found on the test data themselves, and the spreads that are tried beside the fitted one.
 LIMITS: dict[str, tuple[float, ...]] = {
     "sbn": (2**0.5, 2.0, 2**1.5),
-    "real": (2**-0.5, 2**0.5, 2.0),
     "last": (2**-0.5, 2**0.5, 2.0),
 }
 
@@ -101,7 +94,6 @@ class Study:
             for strength in STRENGTHS
         }
         self.trained = cache(self._load)
-        self._tune_together = cache(self._tune_ensemble)
 
     @property
     def command(self) -> str:
@@ -119,12 +111,10 @@ class Study:
     def source(self, task: Task) -> stochbn.Distribution | None:
         """Returns the distribution that a task draws from, tuned where it is to be; None without SBN."""
         drawing = task.method.drawing
-        if drawing.tuned == "ensemble":
-            return self._tune_together(drawing)[self._members(drawing).index(task)]
-        stats = self.trained(*task.network).distribution(replace(drawing, apart=None))
+        stats = self.trained(*task.network).distribution(replace(drawing, apart=False))
         if drawing.apart:
             assert isinstance(stats, stochbn.Empirical)
-            return take_apart(stats, drawing.apart)
+            return take_apart(stats)
         return stats
 
     def sample(self, task: Task, stats: stochbn.Distribution | None, split: Split) -> Tensor:
@@ -139,12 +129,11 @@ class Study:
         return _to_log_probs(predict(network, stats, split, link="identity", keep_samples=True, **options))
 
     def _to_job(self, task: Task) -> Job:
-        members = self._members(task.method.drawing) if task.method.drawing.tuned == "ensemble" else [task]
         identity = {
             "study_format": FORMAT,
             "drawing": asdict(task.method.drawing),
             "num_samples": self.sizes.num_samples,
-            "weights_sha256": [digest(read_checkpoint(checkpoint_path(*one.network)).weights) for one in members],
+            "weights_sha256": digest(read_checkpoint(checkpoint_path(*task.network)).weights),
         }
         title = f"{task.recipe.name} seed {task.seed}: {task.method.label}"
         return Job(title, task.path, identity, lambda: self._draw(task))
@@ -178,15 +167,6 @@ class Study:
             tensors |= {part: _to_log_probs(found), f"{part}/index": index}
         return File({}, tensors)
 
-    def _tune_ensemble(self, drawing: Drawing) -> list[stochbn.Distribution]:
-        networks = [self.trained(*task.network) for task in self._members(drawing)]
-        stats = [trained.distribution(replace(drawing, tuned=None)) for trained in networks]
-        modules = [trained.network for trained in networks]
-        return list(tune(modules, stats, self.splits["validation"], progress=self.console.is_terminal))
-
-    def _members(self, drawing: Drawing) -> list[Task]:
-        return [task for task in self.tasks if task.method.drawing == drawing]
-
     def _load(self, recipe: Recipe, seed: int) -> TrainedNetwork:
         network = load_network(checkpoint_path(recipe, seed))
         return TrainedNetwork(network, recipe, seed, self.splits, progress=self.console.is_terminal)
@@ -198,21 +178,15 @@ def list_tasks(runs: list[tuple[Recipe, int]], num_compared: int) -> list[Task]:
     tasks = []
     for method in (*(METHODS[key] for key in (*MAIN, *SIDE)), *limits):
         own = [run for run in runs if (run[0].dropout > 0) == method.drawing.dropout]
-        if method.drawing.tuned != "ensemble" or len(own) > 1:
-            tasks += [Task(method, *run) for run in (own if method.key in MAIN else own[:num_compared])]
+        tasks += [Task(method, *run) for run in (own if method.key in MAIN else own[:num_compared])]
     return tasks
 
 
-def take_apart(stats: stochbn.Empirical, apart: str) -> stochbn.Empirical:
-    """Destroys correlations and keeps the rest: shuffles the mini-batches of each layer or channel by itself.
-
-    "layers" leaves correlations within each layer, "channels" those between the mean and the variance of a channel.
-    """
+def take_apart(stats: stochbn.Empirical) -> stochbn.Empirical:
+    """Destroys the correlations between channels and keeps the rest: shuffles each channel's mini-batches by itself."""
     size, kinds, channels = stats.observations.shape
-    counts = stats.sizes if apart == "layers" else [1] * channels
     generator = torch.Generator().manual_seed(DRAW_SEED)
-    orders = torch.rand(size, len(counts), generator=generator).argsort(dim=0)
-    index = orders.repeat_interleave(torch.tensor(counts), dim=1)[:, None].expand(-1, kinds, -1)  # (B, 2, C)
+    index = torch.rand(size, channels, generator=generator).argsort(dim=0)[:, None].expand(-1, kinds, -1)  # (B, 2, C)
     return replace(stats, observations=stats.observations.gather(0, index))
 
 

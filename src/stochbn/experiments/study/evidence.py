@@ -110,9 +110,9 @@ def measure_distances(files: Mapping[Task, File], labels: Tensor) -> dict[str, D
 
 def _is_compared(drawing: Drawing) -> bool:
     """Returns whether a method is meant to be exact inference with one network, or was tuned from one that is."""
-    if drawing.family == "exact" or drawing.dropout or drawing.spread is not None or drawing.tuned == "ensemble":
+    if drawing.family == "exact" or drawing.dropout or drawing.spread is not None:
         return False
-    return drawing.tuned is not None or drawing.layers == "all"
+    return drawing.tuned or drawing.layers == "all"
 
 
 def _find_distance(probs: Probs, against: Sequence[Probs], scored: Probs, labels: Tensor) -> Distance:

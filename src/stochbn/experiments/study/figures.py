@@ -77,7 +77,7 @@ def draw_tuning(results: Results) -> Figure:
     axes = figure.subplots()
     for key, row in results.methods.items():
         method = METHODS[key]
-        if method.group != "network" or method.drawing.tuned != "network":
+        if method.group != "network" or not method.drawing.tuned:
             continue
         curves = [dict(choice.curve) for choice in row.choices]
         spreads = sorted(set.intersection(*map(set, curves)))  # a search may have gone on for some networks

@@ -49,9 +49,7 @@ def measure_study(study: Study, files: dict[Task, File]) -> Results:
         limits=measure_limits(files, labels, sizes.num_compared),
         distances=measure_distances(files, labels),
         weights_sha256={
-            f"{task.recipe.name} seed {task.seed}": file.header["weights_sha256"][0]
-            for task, file in files.items()
-            if task.method.drawing.tuned != "ensemble"
+            f"{task.recipe.name} seed {task.seed}": file.header["weights_sha256"] for task, file in files.items()
         },
     )
 
