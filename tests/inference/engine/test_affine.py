@@ -176,6 +176,7 @@ def test_without_spread_no_input_counts(model: nn.Module, stats: stochbn.Distrib
 
 
 @pytest.mark.filterwarnings("ignore:The NLL is lowest")
+@pytest.mark.filterwarnings("ignore:Held-out data with")
 def test_each_spread_that_is_tried_counts_inputs_its_own_way(
     model: nn.Module, stats: stochbn.Distribution, x: Tensor
 ) -> None:
