@@ -165,6 +165,7 @@ USES: dict[str, Callable[[nn.Module, list[Tensor]], Tensor]] = {
 }
 
 
+@pytest.mark.filterwarnings("ignore:The NLL is lowest at")  # the labels are noise
 @pytest.mark.parametrize("use", USES)
 def test_a_default_device_does_not_matter(use: str, batches: list[Tensor], dropout_model: nn.Module) -> None:
     expected = USES[use](dropout_model, batches)
