@@ -42,7 +42,9 @@ ROOMS = {
         *("notes", "report"),
     ],
     "experiments.study": ["draws", "results", "scores", "evidence", "measure", "tables", "figures", "study"],
-    "cli": ["console", "options", "loading", "models", "experiments", "commands", "main"],
+    "cli": [
+        *("console", "options", "loading", "names", "outputs", "models", "predict", "experiments", "commands", "main"),
+    ],
     "__main__": None,
 }
 ORDER = [f"{room}.{module}" if modules else room for room, modules in ROOMS.items() for module in modules or [""]]

@@ -96,6 +96,9 @@ def test_ctrl_c_has_its_own_code(run, monkeypatch):
     assert (code, err) == (130, "Interrupted; run the same command to resume.\n")
     for place in (
         "stochbn.cli.models.load_model",
+        "stochbn.cli.models.load_models",
+        "stochbn.cli.models.load_stats",
+        "stochbn.cli.predict.load_models",
         "stochbn.experiments.data.splits.list_data",
         "stochbn.experiments.report.report.write_report",
     ):

@@ -10,9 +10,12 @@ from typer.testing import CliRunner
 from stochbn.cli.commands import PANELS
 from stochbn.cli.options import (
     CHANGES,
+    Compile,
     Dropout,
     Folder,
+    Json,
     LinkName,
+    ManyWeights,
     ProtocolSamples,
     Samples,
     Seed,
@@ -32,7 +35,10 @@ MODELS = ["fit", "tune", "predict", "export"]
     [
         ("threads", Threads, ["demo", *EXPERIMENTS, *MODELS]),
         ("folder", Folder, ["data", *EXPERIMENTS]),
-        ("samples", Samples, ["study", "predict", "export"]),
+        ("samples", Samples, ["study", "export"]),
+        ("compile", Compile, ["study", "predict"]),
+        ("json", Json, MODELS),
+        ("checkpoint", ManyWeights, ["tune", "predict", "export"]),
         ("stats", Stats, ["predict", "export"]),
         ("link", LinkName, ["predict", "export"]),
         ("seed", Seed, ["predict", "export"]),

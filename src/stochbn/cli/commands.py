@@ -7,10 +7,12 @@ import typer
 
 from stochbn import __version__
 from stochbn.cli import experiments, models
+from stochbn.cli.console import console
+from stochbn.cli.predict import predict
 
 PANELS: dict[str, list[Callable[..., None]]] = {
     "See it work": [experiments.demo],
-    "A network of your own": [models.fit, models.tune, models.predict, models.export],
+    "A network of your own": [models.fit, models.tune, predict, models.export],
     "The paper's experiments": [
         *(experiments.reproduce, experiments.data, experiments.train, experiments.evaluate, experiments.report),
         experiments.study,
@@ -44,6 +46,7 @@ def describe(
 
 def run(arguments: list[str]) -> None:
     """Runs one command; raises what it raises, and KeyboardInterrupt after Ctrl-C."""
+    console.quiet = False  # which --json sets
     try:
         code = typer.main.get_command(app).main(arguments, prog_name="stochbn", standalone_mode=False)
     except typer.Abort:

@@ -33,7 +33,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
             raise
         code = 2
         print(f"Error: {explain(error)}", file=sys.stderr)
-    if not code and given[0] != "data" and not {"--help", "--version"} & set(given):
+    if not code and given[0] != "data" and not {"--help", "--version", "--json"} & set(given):
         minutes, seconds = divmod(round(time.perf_counter() - start), 60)
         print(f"Done in {minutes} min {seconds} s.")
     sys.exit(code)
