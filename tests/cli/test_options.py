@@ -33,7 +33,7 @@ MODELS = ["fit", "tune", "predict", "export"]
 @pytest.mark.parametrize(
     ("option", "declared", "commands"),
     [
-        ("threads", Threads, ["demo", *EXPERIMENTS, *MODELS]),
+        ("threads", Threads, ["demo", "play", *EXPERIMENTS, *MODELS]),
         ("folder", Folder, ["data", *EXPERIMENTS]),
         ("samples", Samples, ["study", "export"]),
         ("compile", Compile, ["study", "predict"]),
