@@ -25,7 +25,7 @@ def play(
 
     Needs: `pip install 'stochbn[play]'`, and the network, which is trained in about a minute if it is missing.
 
-    Next: open the address that it prints, and draw a 7, then an A. Ctrl-C ends it.
+    Next: open the address that it prints, and draw a 3, then an A. Ctrl-C ends it.
 
     Example: `stochbn play --open`
     """
