@@ -17,7 +17,7 @@ settings.load_profile("untimed")
 torch.set_num_threads(1)  # the networks are tiny: threads would only wait for each other
 
 # Here the files of a folder share what takes long to make, so one process runs them all.
-TOGETHER = ("tests/experiments/evaluation", "tests/experiments/report", "tests/experiments/study")
+TOGETHER = ("tests/experiments/evaluation", "tests/experiments/report", "tests/experiments/study", "tests/play")
 # What takes longest comes first: at the end it would keep one process busy while the others are done.
 QUEUES = "tests/experiments/evaluation/test_queue.py"  # which share nothing with their folder
 FIRST = (QUEUES, "tests/experiments/evaluation", "tests/inference", "tests/experiments", "tests/test_docs.py")
@@ -25,7 +25,7 @@ FIRST = (QUEUES, "tests/experiments/evaluation", "tests/inference", "tests/exper
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     for item in items:
-        if re.match(r"(tests|src/stochbn)/(experiments|cli)/", item.nodeid):
+        if re.match(r"(tests|src/stochbn)/(experiments|cli|play)/", item.nodeid):
             item.add_marker(pytest.mark.no_cover)  # it counts for the core alone, and tracing slows every call
     items.sort(key=lambda item: [not item.nodeid.startswith(name) for name in FIRST])
 

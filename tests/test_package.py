@@ -42,7 +42,11 @@ ROOMS = {
         *("notes", "report"),
     ],
     "experiments.study": ["draws", "results", "scores", "evidence", "measure", "tables", "figures", "study"],
-    "cli": ["console", "options", "loading", "models", "experiments", "commands", "main"],
+    "play": ["strokes", "panel", "server"],
+    "cli": [
+        *("console", "options", "loading", "names", "outputs", "models", "predict", "experiments", "play", "commands"),
+        "main",
+    ],
     "__main__": None,
 }
 ORDER = [f"{room}.{module}" if modules else room for room, modules in ROOMS.items() for module in modules or [""]]
@@ -112,7 +116,7 @@ def test_core_needs_torch_safetensors_and_tqdm_only() -> None:
         "            raise ModuleNotFoundError(name)\n"
         "sys.meta_path.insert(0, Refuse())\n"
         "import stochbn\n"
-        "rooms = 'stochbn.experiments', 'stochbn.cli', 'stochbn.testing'\n"
+        "rooms = 'stochbn.experiments', 'stochbn.cli', 'stochbn.play', 'stochbn.testing'\n"
         "assert not [m for m in sys.modules if m.startswith(rooms)]\n"
         "import stochbn.testing\n"
     )

@@ -102,16 +102,18 @@ def own(write_own, tmp_path):
 def run(capsys):
     """Runs the command in this process; returns exit code, stdout and stderr.
 
-    The commands for a network of one's own are given what they need; an option that is None is left out.
+    The commands for a network of one's own are given what they need, if that is wanted. An option that is None is left
+    out, and a list repeats one.
     """
 
-    def run(*words, **options):
-        if words and words[0] in NEEDED:
+    def run(*words, needed=True, **options):
+        if needed and words and words[0] in NEEDED:
             options = {"factory": "own_nets:build", "checkpoint": "model.pt", **NEEDED[words[0]], **options}
             words = (words[0], options.pop("factory"), *words[1:])
         given = {f"--{name.replace('_', '-')}": value for name, value in options.items() if value is not None}
+        pairs = [(name, each) for name, v in given.items() for each in (v if isinstance(v, list) else [v])]
         with pytest.raises(SystemExit) as ended:
-            main([*words, *(name if value is True else f"{name}={value}" for name, value in given.items())])
+            main([*words, *(name if value is True else f"{name}={value}" for name, value in pairs)])
         return ended.value.code, *capsys.readouterr()
 
     return run

@@ -6,7 +6,20 @@ import pytest
 
 import stochbn
 
-COMMANDS = ["demo", "data", "train", "evaluate", "report", "reproduce", "study", "fit", "tune", "predict", "export"]
+COMMANDS = [
+    "demo",
+    "play",
+    "data",
+    "train",
+    "evaluate",
+    "report",
+    "reproduce",
+    "study",
+    "fit",
+    "tune",
+    "predict",
+    "export",
+]
 
 
 def test_help_of_the_whole_names_every_command(run):

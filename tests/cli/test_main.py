@@ -92,10 +92,15 @@ def test_no_arguments_ask_for_help(run, debug):
 
 def test_ctrl_c_has_its_own_code(run, monkeypatch):
     monkeypatch.setattr("stochbn.experiments.training.train.train", fail_with(KeyboardInterrupt))
-    code, _, err = run("train", "digits")
-    assert (code, err) == (130, "Interrupted; run the same command to resume.\n")
+    monkeypatch.setattr("stochbn.play.panel.train", fail_with(KeyboardInterrupt))
+    for words in (["train", "digits"], ["play", "--port=0"]):
+        code, _, err = run(*words)
+        assert (code, err) == (130, "Interrupted; run the same command to resume.\n")
     for place in (
         "stochbn.cli.models.load_model",
+        "stochbn.cli.models.load_models",
+        "stochbn.cli.models.load_stats",
+        "stochbn.cli.predict.load_models",
         "stochbn.experiments.data.splits.list_data",
         "stochbn.experiments.report.report.write_report",
     ):

@@ -1,7 +1,9 @@
-"""`fit`, `tune`, `predict` and `export` on a user's files give the library's numbers."""
+"""`fit`, `tune` and `export` on a user's files give the library's numbers."""
 
 import csv
+import json
 import re
+import shlex
 import warnings
 from pathlib import Path
 
@@ -106,23 +108,6 @@ def test_tune_needs_labels(run, refused, own):
     assert message.endswith("Give the data labels: y in the file, or the second of what the data set yields.\n")
 
 
-@pytest.mark.parametrize("wrong", [3, -1, 0.5])
-def test_predict_writes_nothing_if_labels_are_no_classes(refused, own, wrong):
-    labels = np.zeros(64) + (0.5 if wrong == 0.5 else 0)
-    labels[5] = wrong
-    np.savez("wrong.npz", x=own["x"].numpy(), y=labels if wrong == 0.5 else labels.astype(np.int64))
-    Path("pred.csv").write_text("old")
-    assert "Expected targets that are class indices in [0, 3), got" in refused("predict", data="wrong.npz")
-    assert Path("pred.csv").read_text() == "old"
-
-
-def test_predict_does_not_depend_on_the_batch_size(run):
-    run("fit")
-    for size in (1, 64):
-        assert run("predict", stats="net.sbn.safetensors", samples=3, batch_size=size, out=f"{size}.csv")[0] == 0
-    torch.testing.assert_close(read_csv("1.csv")["probs_0"], read_csv("64.csv")["probs_0"])
-
-
 def test_fit_takes_its_options(run, own):
     run("fit", layers="5", num_batches=3, data="own_nets:loader", batch_size=8, dropout=True)
     fitted = stochbn.load("net.sbn.safetensors")
@@ -144,61 +129,6 @@ def test_every_command_sets_the_number_of_threads(run, monkeypatch):
     for command in ("fit", "tune", "predict", "export"):
         run(command, threads=3, out="model.pt")  # refused: it is an input
     assert used == [3, 3, 3, 3]
-
-
-def test_predict_without_statistics_is_the_network_itself(run, own):
-    code, out, _ = run("predict")
-    assert code == 0
-    assert "without SBN" in out
-    with torch.no_grad():
-        probs = own["model"](own["x"]).softmax(1)
-    torch.testing.assert_close(read_csv("pred.csv")["confidence"], probs.max(1).values)
-
-
-def test_predict_with_dropout(run, own):
-    run("fit", dropout=True)
-    assert run("predict", stats="net.sbn.safetensors", samples=4, dropout=True)[0] == 0
-    stats = stochbn.load("net.sbn.safetensors")
-    prediction = stochbn.predict(own["model"], stats, own["x"], num_samples=4, dropout=True)
-    torch.testing.assert_close(read_csv("pred.csv")["entropy"], prediction.entropy)
-
-
-def test_predict_writes_arrays(run, own):
-    run("fit")
-    assert run("predict", stats="net.sbn.safetensors", samples=4, out="deep/pred.npz")[0] == 0
-    prediction = stochbn.predict(own["model"], stochbn.load("net.sbn.safetensors"), own["x"], num_samples=4)
-    with np.load("deep/pred.npz") as arrays:
-        assert set(arrays) == {"predicted", "confidence", "entropy", "aleatoric", "epistemic", "probs", "label"}
-        np.testing.assert_allclose(arrays["probs"], prediction.probs.numpy(), rtol=1e-5)
-
-
-@pytest.mark.parametrize(
-    ("link", "columns"),
-    [("sigmoid", ["entropy", "aleatoric", "epistemic", "probs"]), ("identity", ["mean", "std"])],
-)
-def test_other_links_have_columns_of_their_own(run, own, link, columns):
-    run("fit")
-    code, out, _ = run("predict", stats="net.sbn.safetensors", samples=4, link=link)
-    assert code == 0
-    assert "NLL" not in out
-    stats = stochbn.load("net.sbn.safetensors")
-    prediction = stochbn.predict(own["model"], stats, own["x"], num_samples=4, link=link)
-    written = read_csv("pred.csv")
-    assert list(written) == ["index", *(f"{name}_{k}" for name in columns for k in range(3)), "label"]
-    for name in columns:
-        torch.testing.assert_close(
-            torch.stack([written[f"{name}_{k}"] for k in range(3)], 1), getattr(prediction, name), rtol=1e-4, atol=1e-6
-        )
-
-
-def test_outputs_at_many_places_need_arrays(run, refused, own):
-    torch.save(own["pixels"]().state_dict(), "pixels.pt")
-    np.save("x.npy", own["x"].numpy())
-    options = {"factory": "own_nets:pixels", "checkpoint": "pixels.pt", "data": "x.npy"}
-    assert "Expected --out to end in .npz for predicted of shape (64, 2, 2)" in refused("predict", **options)
-    assert run("predict", **options, out="pred.npz")[0] == 0
-    with np.load("pred.npz") as arrays:
-        assert arrays["entropy"].shape == (64, 2, 2)
 
 
 def run_onnx(path, x):
@@ -265,10 +195,9 @@ def test_export_says_what_it_cannot_capture(run):
         ("fit", {"standard_error": 0}, "Expected a standard_error above 0, got 0.0"),
         ("fit", {"family": "cauchy"}, "Expected family to be one of .*, got 'cauchy'"),
         ("fit", {"checkpoint": None}, "Missing option '--checkpoint'"),
-        ("predict", {"out": "pred.txt"}, "Expected --out to end in .csv or .npz, got pred.txt"),
-        ("predict", {"stats": "missing.safetensors"}, "No such file or directory"),
-        ("predict", {"stats": "model.pt"}, "Expected a file written by stats.save, got model.pt"),
-        ("predict", {"link": "probit"}, "Expected link to be one of 'softmax', 'sigmoid', 'identity', got 'probit'"),
+        ("tune", {"stats": "missing.safetensors"}, "No such file or directory"),
+        ("tune", {"out": ["a.sbn", "b.sbn"]}, "Expected an --out for each --checkpoint, got 2 for 1"),
+        ("tune", {"stats": ["a.sbn", "b.sbn"]}, "Expected a --stats for each --checkpoint, in the same order, got 2"),
         ("export", {"out": "net.h5"}, "Expected --out to end in .onnx or .pt2, got net.h5"),
         ("export", {"stats": "missing.safetensors"}, "No such file or directory"),
         ("export", {"data": "own_nets:nothing"}, "Expected at least one input to try the file on, got none in own_ne"),
@@ -285,3 +214,125 @@ def test_options_that_do_not_fit_are_one_line(refused, command, options, message
 )
 def test_no_input_is_overwritten(refused, command, out):
     assert f"Expected --out to be a file of its own, got an input: {out}." in refused(command, out=out)
+
+
+@pytest.mark.parametrize("command", ["fit", "tune", "predict", "export"])
+def test_a_folder_appears_only_with_its_file(refused, command):
+    ending = {"predict": "csv", "export": "onnx"}.get(command, "safetensors")
+    refused(
+        command, checkpoint="missing.pt", stats="missing.sbn" if command != "fit" else None, out=f"deep/net.{ending}"
+    )
+    assert not Path("deep").exists()
+
+
+@pytest.mark.parametrize(
+    ("out", "message"),
+    [
+        ("data.npz/net.safetensors", "Expected to write to data.npz/net.safetensors, got .*data.npz, which takes no"),
+        ("folder", "Expected --out to be a file, got a folder: folder"),
+    ],
+)
+def test_what_cannot_be_written_is_known_before_the_work(refused, out, message):
+    Path("folder").mkdir()
+    assert re.search(message, refused("fit", out=out, checkpoint="missing.pt"))
+
+
+@pytest.fixture
+def ensemble(run, own):
+    """Two networks of the user's with their statistics: models, distributions, and the options that name them."""
+    torch.manual_seed(1)
+    other = own["build"]()
+    for batch in own["x"].split(16):
+        other(batch)
+    torch.save(other.state_dict(), "other.pt")
+    for name in ("model", "other"):
+        assert run("fit", checkpoint=f"{name}.pt", out=f"{name}.sbn")[0] == 0
+    options = {"checkpoint": ["model.pt", "other.pt"], "stats": ["model.sbn", "other.sbn"]}
+    return [own["model"], other.eval()], [stochbn.load(path) for path in options["stats"]], options
+
+
+def test_an_ensemble_is_predicted_and_exported_as_the_library_does(run, own, ensemble):
+    models, stats, options = ensemble
+    expected = stochbn.predict(models, stats, own["x"], num_samples=4)
+    assert run("predict", **options, samples=4)[0] == 0
+    torch.testing.assert_close(read_csv("pred.csv")["entropy"], expected.entropy)
+    for factory in ("own_nets:build", "own_nets:network"):  # the second is one object for all weights
+        assert run("predict", factory=factory, checkpoint=options["checkpoint"])[0] == 0
+        plain = stochbn.predict(models, None, own["x"])
+        torch.testing.assert_close(read_csv("pred.csv")["entropy"], plain.entropy)
+    assert run("export", **options, samples=4)[0] == 0
+    torch.testing.assert_close(run_onnx("net.onnx", own["x"])["probs"], expected.probs, rtol=0, atol=1e-5)
+
+
+@pytest.mark.filterwarnings("ignore:The NLL is lowest at")
+def test_an_ensemble_is_tuned_together(run, own, ensemble):
+    models, stats, options = ensemble
+    code, out, _ = run("tune", **options, out=["a.sbn", "deep/b.sbn"], samples=2)
+    assert code == 0
+    loader = DataLoader(TensorDataset(own["x"], (own["x"][:, 0] > 0).long()), 128)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        expected = stochbn.tune(models, stats, loader, num_samples=2, progress=False)
+    for path, member in zip(("a.sbn", "deep/b.sbn"), expected, strict=True):
+        assert stochbn.load(path).tuning == member.tuning
+    assert "--checkpoint model.pt --checkpoint other.pt --stats a.sbn --stats deep/b.sbn --data TEST" in out
+
+
+@pytest.mark.parametrize(
+    ("command", "options", "message"),
+    [
+        (
+            "predict",
+            {"stats": ["model.sbn"]},
+            "Expected a --stats for each --checkpoint, in the same order, got 1 for 2",
+        ),
+        (
+            "export",
+            {"stats": ["model.sbn"]},
+            "Expected a --stats for each --checkpoint, in the same order, got 1 for 2",
+        ),
+        ("predict", {"checkpoint": ["model.pt", "./model.pt"]}, "got one twice: model.pt, model.pt"),
+        ("tune", {"out": ["a.sbn", "./a.sbn"]}, "Expected another --out for each network, got a.sbn twice"),
+        ("tune", {"out": ["other.sbn", "a.sbn"]}, "got an input: other.sbn"),
+        ("tune", {"out": "a.sbn"}, "Expected an --out for each --checkpoint, got 1 for 2"),
+    ],
+)
+def test_ensembles_that_do_not_fit_together(refused, ensemble, command, options, message):
+    given = {key: value for key, value in ensemble[2].items() if command != "predict" or key == "checkpoint"}
+    files = sorted(Path().iterdir())
+    assert message in refused(command, **given | options)
+    assert sorted(Path().iterdir()) == files
+
+
+@pytest.mark.filterwarnings("ignore:The NLL is lowest at")
+def test_json_is_all_that_stdout_has(run, own):
+    summaries = {}
+    for command, options in {"fit": {}, "tune": {"samples": 2}, "export": {"stats": "tuned.sbn.safetensors"}}.items():
+        code, out, err = run(command, json=True, **options)
+        assert code == 0
+        assert not re.sub(r"Warning: .*\n", "", err)
+        summaries[command] = json.loads(out)  # the whole of it
+        assert summaries[command]["command"] == command
+        assert out.count("\n") == 1
+    assert summaries["fit"]["layers"] == {"1": 6, "5": 5}
+    assert (summaries["fit"]["family"], summaries["fit"]["num_batches"]) == ("factorized", 4)
+    tuning = stochbn.load("tuned.sbn.safetensors").tuning
+    assert summaries["tune"]["out"] == ["tuned.sbn.safetensors"]
+    assert summaries["tune"]["temperature"] == tuning.temperature
+    assert len(summaries["tune"]["scores"]) == len(tuning.scores)
+    assert summaries["export"]["num_bytes"] == Path("net.onnx").stat().st_size
+    assert summaries["export"]["takes"] == ["input: float32 (N, 4)"]
+    assert run("fit", json=True, checkpoint="missing.pt")[1] == ""
+    assert "Wrote net.sbn" in run("fit")[1]  # the next command prints text again
+
+
+@pytest.mark.filterwarnings("ignore:The NLL is lowest at")
+def test_what_comes_next_can_be_copied(run):
+    Path("my net.pt").write_bytes(Path("model.pt").read_bytes())
+    line = run("fit", checkpoint="my net.pt")[1].splitlines()[2]
+    command = line.partition(": ")[2].replace("VALIDATION", "data.npz").replace("TUNED", "tuned.sbn")
+    code, out, _ = run(*shlex.split(command)[1:], needed=False)
+    assert code == 0
+    command = out.splitlines()[-2].partition(": ")[2].replace("TEST", "data.npz")
+    assert run(*shlex.split(command)[1:], needed=False)[0] == 0
+    assert Path("pred.csv").exists()

@@ -10,9 +10,12 @@ from typer.testing import CliRunner
 from stochbn.cli.commands import PANELS
 from stochbn.cli.options import (
     CHANGES,
+    Compile,
     Dropout,
     Folder,
+    Json,
     LinkName,
+    ManyWeights,
     ProtocolSamples,
     Samples,
     Seed,
@@ -30,9 +33,12 @@ MODELS = ["fit", "tune", "predict", "export"]
 @pytest.mark.parametrize(
     ("option", "declared", "commands"),
     [
-        ("threads", Threads, ["demo", *EXPERIMENTS, *MODELS]),
+        ("threads", Threads, ["demo", "play", *EXPERIMENTS, *MODELS]),
         ("folder", Folder, ["data", *EXPERIMENTS]),
-        ("samples", Samples, ["study", "predict", "export"]),
+        ("samples", Samples, ["study", "export"]),
+        ("compile", Compile, ["study", "predict"]),
+        ("json", Json, MODELS),
+        ("checkpoint", ManyWeights, ["tune", "predict", "export"]),
         ("stats", Stats, ["predict", "export"]),
         ("link", LinkName, ["predict", "export"]),
         ("seed", Seed, ["predict", "export"]),

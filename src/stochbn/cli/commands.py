@@ -7,10 +7,13 @@ import typer
 
 from stochbn import __version__
 from stochbn.cli import experiments, models
+from stochbn.cli.console import console
+from stochbn.cli.play import play
+from stochbn.cli.predict import predict
 
 PANELS: dict[str, list[Callable[..., None]]] = {
-    "See it work": [experiments.demo],
-    "A network of your own": [models.fit, models.tune, models.predict, models.export],
+    "See it work": [experiments.demo, play],
+    "A network of your own": [models.fit, models.tune, predict, models.export],
     "The paper's experiments": [
         *(experiments.reproduce, experiments.data, experiments.train, experiments.evaluate, experiments.report),
         experiments.study,
@@ -30,10 +33,10 @@ def describe(
 ) -> None:
     """Predictive uncertainty for batch-normalised networks, without retraining them.
 
-    `demo` shows the method in about two minutes. For a network of your own, `fit` comes first, `tune` is worth it if
-    you have held-out labels, and `predict` says how unsure each prediction is; `export` writes a file that does so
-    elsewhere. `reproduce` runs an experiment of the paper, of which `data`, `train`, `evaluate` and `report` are the
-    steps; `study` goes beyond the paper.
+    `demo` shows the method in about two minutes, and `play` lets you draw for its network. For a network of your own,
+    `fit` comes first, `tune` is worth it if you have held-out labels, and `predict` says how unsure each prediction is;
+    `export` writes a file that does so elsewhere. `reproduce` runs an experiment of the paper, of which `data`,
+    `train`, `evaluate` and `report` are the steps; `study` goes beyond the paper.
 
     Example: `stochbn demo`
     """
@@ -44,6 +47,7 @@ def describe(
 
 def run(arguments: list[str]) -> None:
     """Runs one command; raises what it raises, and KeyboardInterrupt after Ctrl-C."""
+    console.quiet = False  # which --json sets
     try:
         code = typer.main.get_command(app).main(arguments, prog_name="stochbn", standalone_mode=False)
     except typer.Abort:

@@ -10,7 +10,16 @@ import typer
 from rich.table import Table
 
 from stochbn.cli.console import console, say
-from stochbn.cli.options import ExperimentName, Folder, ProtocolSamples, Results, Samples, Threads, changes_recipe
+from stochbn.cli.options import (
+    Compile,
+    ExperimentName,
+    Folder,
+    ProtocolSamples,
+    Results,
+    Samples,
+    Threads,
+    changes_recipe,
+)
 from stochbn.experiments.training.recipes import EXPERIMENTS, RECIPES, Experiment
 
 T = TypeVar("T")
@@ -183,7 +192,7 @@ def study(
         Path | None, typer.Option(help="Folder to write to.", show_default="results/beyond/EXPERIMENT")
     ] = None,
     samples: Samples = 50,
-    compile: Annotated[bool, typer.Option("--compile", help="Compile predictions; needs a C++ compiler.")] = False,  # noqa: A002
+    compile: Compile = False,  # noqa: A002
     folder: Folder = None,
     threads: Threads = None,
 ) -> None:

@@ -3,12 +3,13 @@
 A factory is named as `package.module:factory`, with the current directory importable.
 """
 
+import copy
 import importlib
 import operator
 import os
 import sys
 import zipfile
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, cast
 
@@ -18,6 +19,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, Dataset, IterableDataset, TensorDataset
 
+import stochbn
 from stochbn.cli.console import say
 from stochbn.statistics.checks import listing
 
@@ -27,11 +29,7 @@ _DATA_SUFFIXES = (".npz", ".npy", ".safetensors")
 def load_model(factory: str, checkpoint: Path, device: str) -> nn.Module:
     """Builds a network with the weights of a checkpoint, which must be its own to the last key."""
     model = cast(nn.Module, _make(factory, (nn.Module,), "an nn.Module"))
-    state = _read_state(checkpoint)
-    for prefix in ("module.", "_orig_mod."):  # of DistributedDataParallel and torch.compile
-        if all(key.startswith(prefix) for key in state) and not any(k.startswith(prefix) for k in model.state_dict()):
-            state = {key.removeprefix(prefix): value for key, value in state.items()}
-            say(f"Stripped the prefix {prefix!r} from the checkpoint's keys.")
+    state = _strip_prefix(_read_state(checkpoint), model, checkpoint)
     try:
         result = model.load_state_dict(state, strict=False)
     except RuntimeError as error:  # sizes
@@ -43,6 +41,31 @@ def load_model(factory: str, checkpoint: Path, device: str) -> nn.Module:
         return model.to(device)
     except (RuntimeError, AssertionError) as error:
         raise ValueError(f"Expected a device that torch can use, got {device!r} ({error}).") from error
+
+
+def load_models(factory: str, checkpoints: Sequence[Path], device: str) -> list[nn.Module]:
+    """Builds a network for each checkpoint, all by one factory."""
+    if len({path.resolve() for path in checkpoints}) < len(checkpoints):
+        given = ", ".join(map(str, checkpoints))
+        raise ValueError(f"Expected another --checkpoint for each network of an ensemble, got one twice: {given}.")
+    models: list[nn.Module] = []
+    for path in checkpoints:
+        model = load_model(factory, path, device)
+        # A factory may be an object, or return the same one again, which the next weights would overwrite.
+        models.append(copy.deepcopy(model) if len(checkpoints) > 1 else model)
+    return models
+
+
+def load_stats(paths: Sequence[Path] | None, checkpoints: Sequence[Path]) -> list[stochbn.Distribution] | None:
+    """Reads what `fit` or `tune` wrote for each network, in the networks' order; None if nothing was given."""
+    if not paths:
+        say("No statistics were given: this is without SBN.")
+        return None
+    if len(paths) != len(checkpoints):
+        raise ValueError(
+            f"Expected a --stats for each --checkpoint, in the same order, got {len(paths)} for {len(checkpoints)}."
+        )
+    return [stochbn.load(path) for path in paths]
 
 
 def load_data(reference: str, model: nn.Module, batch_size: int | None, shuffle: bool = False) -> "DataLoader[Any]":
@@ -110,7 +133,10 @@ def _read_state(path: Path) -> Mapping[str, Any]:
         state = torch.load(path, map_location="cpu", weights_only=True)
     except Exception as error:
         kind = type(error).__name__  # torch's own message advises to load what may be harmful
-        raise ValueError(f"Expected a saved model.state_dict() or safetensors, got {path} ({kind}).") from error
+        raise ValueError(
+            f"Expected a saved model.state_dict() or safetensors, got {path} ({kind}). Save the weights alone: "
+            "torch.save(model.state_dict(), 'net.pt')."
+        ) from error
     for key in ("state_dict", "model"):
         if isinstance(state, Mapping) and isinstance(state.get(key), Mapping):
             state = state[key]
@@ -119,26 +145,95 @@ def _read_state(path: Path) -> Mapping[str, Any]:
     return state
 
 
-def _read_arrays(path: Path, model: nn.Module) -> TensorDataset:
+def _strip_prefix(state: Mapping[str, Any], model: nn.Module, path: Path) -> Mapping[str, Any]:
+    """Takes away what wrappers put in front of a network's keys, and what they hold besides the network.
+
+    Lightning's modules call it by an attribute, often `model.`; DataParallel adds `module.`, and torch.compile
+    `_orig_mod.`.
+    """
+    # Old checkpoints have no counters, and torch does without.
+    own = [key for key in model.state_dict() if not key.endswith("num_batches_tracked")]
+    candidates = [key.removesuffix(own[0]) for key in state if key.endswith(f".{own[0]}")] if own else []
+    prefixes = [prefix for prefix in candidates if all(f"{prefix}{key}" in state for key in own)]
+    if not prefixes or own[0] in state:
+        return state
+    if len(prefixes) > 1:
+        raise ValueError(
+            f"Expected the weights of one network in {path}, got several: {listing(prefixes, most=3)}. Save those of "
+            "one: torch.save(model.state_dict(), 'net.pt')."
+        )
+    (prefix,) = prefixes
+    others = [key for key in state if not key.startswith(prefix)]
+    say(
+        f"Stripped the prefix {prefix!r} from the checkpoint's keys"
+        + (f", and left out {listing(others, most=3)}." if others else ".")
+    )
+    return {key.removeprefix(prefix): value for key, value in state.items() if key.startswith(prefix)}
+
+
+class Arrays(TensorDataset):
+    """Inputs and, if there are any, labels from a file, with what inputs and classes are called in it."""
+
+    def __init__(self, *tensors: Tensor, ids: list[str] | None, classes: list[str] | None) -> None:
+        super().__init__(*tensors)
+        self.ids = ids
+        self.classes = classes
+
+
+def _read_arrays(path: Path, model: nn.Module) -> Arrays:
     if not path.is_file():
         raise ValueError(f"Expected data at {path}, got no such file.")
+    arrays: dict[str, Any]
     try:
         if path.suffix == ".safetensors":
-            arrays = safetensors.torch.load_file(path)
+            arrays = dict(safetensors.torch.load_file(path))
         else:
             loaded = np.load(path, allow_pickle=False)
-            named = {"x": loaded} if path.suffix == ".npy" else dict(loaded)
-            arrays = {name: torch.from_numpy(array) for name, array in named.items()}
+            arrays = {"x": loaded} if path.suffix == ".npy" else dict(loaded)
+        ids, classes = (_read_names(arrays.pop(name, None)) for name in ("ids", "classes"))
+        labels = arrays.pop("y", None)
+        inputs = arrays.get("x", next(iter(arrays.values())) if len(arrays) == 1 else None)
+        inputs, labels = (torch.from_numpy(a) if isinstance(a, np.ndarray) else a for a in (inputs, labels))
     except (OSError, ValueError, TypeError, EOFError, zipfile.BadZipFile, safetensors.SafetensorError) as error:
         raise ValueError(f"Expected arrays of numbers in {path}, got a file that cannot be read ({error}).") from error
-    labels = arrays.pop("y", None)
-    inputs = arrays.get("x", next(iter(arrays.values())) if len(arrays) == 1 else None)
     if inputs is None or not inputs.dim():
         raise ValueError(f"Expected an array 'x' of inputs in {path}, got {listing(arrays, most=3) or 'no arrays'}.")
     if inputs.is_floating_point():  # numpy's are in float64 unless someone took care
         inputs = inputs.to(next((p.dtype for p in model.parameters() if p.is_floating_point()), inputs.dtype))
-    if labels is None:
-        return TensorDataset(inputs)
-    if labels.shape[:1] != inputs.shape[:1]:
+    if ids is not None and len(ids) != len(inputs):
+        raise ValueError(f"Expected one of 'ids' for each of {len(inputs)} inputs in {path}, got {len(ids)}.")
+    if labels is not None and labels.shape[:1] != inputs.shape[:1]:
         raise ValueError(f"Expected a label 'y' for each of {len(inputs)} inputs in {path}, got {list(labels.shape)}.")
-    return TensorDataset(inputs, labels if labels.is_floating_point() else labels.long())
+    _check_images(path, model, inputs)
+    if labels is None:
+        return Arrays(inputs, ids=ids, classes=classes)
+    return Arrays(inputs, labels if labels.is_floating_point() else labels.long(), ids=ids, classes=classes)
+
+
+def _read_names(array: Any) -> list[str] | None:
+    """Reads a list of text or of whole numbers, such as file names, ids or names of classes."""
+    if array is None:
+        return None
+    array = np.asarray(array)
+    if array.ndim != 1 or array.dtype.kind not in "iuUS":
+        raise ValueError(f"names as an array {list(array.shape)} of {array.dtype}, not a list of text")
+    return [str(name) for name in array.astype(str).tolist()]
+
+
+def _check_images(path: Path, model: nn.Module, inputs: Tensor) -> None:
+    """Says how to convert images that a network refuses since they are as files have them: bytes, channels last."""
+    steps, wrong = "x", []
+    if inputs.dim() == 4 and inputs.shape[3] in (1, 3, 4) and inputs.shape[1] not in (1, 3, 4):
+        steps, wrong = f"{steps}.transpose(0, 3, 1, 2)", ["channels last"]
+    if inputs.dtype == torch.uint8:
+        steps, wrong = f"{steps}.astype('float32') / 255", [*wrong, "bytes"]
+    if not wrong or not len(inputs):
+        return
+    try:  # a network may take them as they are
+        stochbn.predict(model, None, inputs[:2], link="identity")
+    except RuntimeError as error:
+        raise ValueError(
+            f"Expected images (N, C, H, W) preprocessed as in training, got {' and '.join(wrong)} in {path}: "
+            f"{tuple(inputs.shape)} in {str(inputs.dtype).removeprefix('torch.')}. Convert them before np.savez, "
+            f"x = {steps}, and normalise as in training."
+        ) from error

@@ -7,6 +7,7 @@ from collections.abc import Sequence
 
 EXTRAS = {
     "cli": ("numpy", "rich", "typer"),
+    "play": ("starlette", "uvicorn"),
     "experiments": ("PIL", "jinja2", "matplotlib", "pooch", "scipy", "sklearn"),
 }
 
@@ -26,14 +27,14 @@ def main(arguments: Sequence[str] | None = None) -> None:
             run(given)
     except KeyboardInterrupt:
         code = 130
-        resumes = given[0] in ("demo", "train", "evaluate", "reproduce", "study")
+        resumes = given[0] in ("demo", "play", "train", "evaluate", "reproduce", "study")
         print("Interrupted; run the same command to resume." if resumes else "Interrupted.", file=sys.stderr)
     except Exception as error:
         if debug:
             raise
         code = 2
         print(f"Error: {explain(error)}", file=sys.stderr)
-    if not code and given[0] != "data" and not {"--help", "--version"} & set(given):
+    if not code and given[0] != "data" and not {"--help", "--version", "--json"} & set(given):
         minutes, seconds = divmod(round(time.perf_counter() - start), 60)
         print(f"Done in {minutes} min {seconds} s.")
     sys.exit(code)

@@ -1,30 +1,27 @@
-"""The commands for a network of your own: `fit`, `tune`, `predict` and `export`, from files to files."""
+"""The commands for a network of your own that write files for the others: `fit`, `tune` and `export`."""
 
-import io
+import shlex
 import sys
-import warnings
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict
 from pathlib import Path
 from typing import Annotated, Any
 
-import numpy as np
-import torch
 import typer
-from rich.table import Table
 from torch import Tensor
-from torch.utils.data import DataLoader, RandomSampler
-from tqdm import tqdm
 
 import stochbn
-from stochbn.cli.console import console, say
-from stochbn.cli.loading import load_data, load_model
+from stochbn.cli.console import say, tell
+from stochbn.cli.loading import load_data, load_model, load_models, load_stats
 from stochbn.cli.options import (
     Data,
     Device,
     Dropout,
     Factory,
     InputsAtOnce,
+    Json,
     LinkName,
+    ManyWeights,
     Samples,
     Seed,
     Stats,
@@ -32,7 +29,7 @@ from stochbn.cli.options import (
     Threads,
     Weights,
 )
-from stochbn.distributions.storage import write_atomically
+from stochbn.cli.outputs import check_out, make_folder
 from stochbn.inference.export import OUTPUTS, name_inputs
 from stochbn.statistics.calls import without_labels
 from stochbn.statistics.items import rows, tensors_in
@@ -66,6 +63,7 @@ def fit(
     dropout: Dropout = False,
     device: Device = "cpu",
     threads: Threads = None,
+    json: Json = False,
 ) -> None:
     """Fits the distribution of your network's batch statistics.
 
@@ -79,23 +77,36 @@ def fit(
 
     Example: `stochbn fit nets:build --checkpoint net.pt --data train.npz --batch-size 32 --out net.sbn.safetensors`
     """
-    _prepare_out(out, checkpoint, data)
+    check_out(out, checkpoint, data)
     model = load_model(factory, checkpoint, device)
     loader = load_data(data, model, batch_size, shuffle=True)
     options: dict[str, Any] = {"batch_size": batch_size, "num_batches": num_batches, "standard_error": standard_error}
     options |= {"layers": "last" if layers == ["last"] else layers or None, "family": family, "rank": rank}
     options |= {"num_kept": num_kept, "conditioned": conditioned, "dropout": dropout}
     stats = stochbn.fit(model, loader, progress=sys.stderr.isatty(), **options)
+    make_folder(out)
     stats.save(out)
     say(f"Fitted {stats}.\nWrote {out}")
+    tuning = _format_command("tune", factory, checkpoint=[checkpoint], stats=[out])
+    say(f"Next, if you have held-out labels: {tuning} --data VALIDATION --out TUNED")
+    tell(
+        {
+            "command": "fit",
+            "out": out,
+            "family": type(stats).__name__.lower(),
+            "layers": {name: layer.num_features for name, layer in stats.layers.items()},
+            "batch_size": stats.batch_size,
+            "num_batches": stats.num_batches,
+        }
+    )
 
 
 def tune(
     factory: Factory,
-    checkpoint: Weights,
-    stats: Annotated[Path, typer.Option(help="What fit wrote.")],
+    checkpoint: ManyWeights,
+    stats: Annotated[list[Path], typer.Option(help="What fit wrote, one for each checkpoint.")],
     data: Annotated[str, typer.Option(help="Held-out inputs x with labels y, in the same forms as for fit.")],
-    out: StatsOut,
+    out: Annotated[list[Path], typer.Option(help="File to write, one for each checkpoint.")],
     choose: Annotated[str, typer.Option(help="spread, temperature at the fitted spread, or both.")] = "both",
     link: LinkName = "softmax",
     num_groups: Annotated[
@@ -106,6 +117,7 @@ def tune(
     dropout: Dropout = False,
     device: Device = "cpu",
     threads: Threads = None,
+    json: Json = False,
 ) -> None:
     """Chooses how wide the draws are, and a temperature, by the NLL on held-out data.
 
@@ -119,70 +131,34 @@ def tune(
 
     Example: `stochbn tune nets:build --checkpoint net.pt --stats net.sbn.safetensors --data val.npz --out tuned.sbn.safetensors`
     """  # noqa: E501
-    _prepare_out(out, checkpoint, data, stats)
-    model = load_model(factory, checkpoint, device)
-    loader = load_data(data, model, batch_size)
+    check_out(out, checkpoint, data, stats)
+    if len(out) != len(checkpoint):
+        raise ValueError(f"Expected an --out for each --checkpoint, got {len(out)} for {len(checkpoint)}.")
+    fitted = load_stats(stats, checkpoint)
+    assert fitted is not None
+    models = load_models(factory, checkpoint, device)
+    loader = load_data(data, models[0], batch_size)
     options: dict[str, Any] = {"choose": choose, "num_groups": num_groups, "num_samples": samples, "dropout": dropout}
     options |= {"link": link}
-    tuned = stochbn.tune(model, stochbn.load(stats), loader, progress=sys.stderr.isatty(), **options)
-    tuned.save(out)
-    tuning = tuned.tuning
+    tuned = stochbn.tune(models, fitted, loader, progress=sys.stderr.isatty(), **options)
+    for path, member in zip(out, tuned, strict=True):
+        make_folder(path)
+        member.save(path)
+    tuning = tuned[0].tuning  # they share it
     assert tuning is not None
     say(str(tuning))
     chosen = tuning.spread.values() if isinstance(tuning.spread, Mapping) else [tuning.spread]
     spreads = ", ".join(f"{spread:.3g}" for spread in chosen if spread is not None)
     level = f"temperature {tuning.temperature:.3g}" if tuning.noise is None else f"noise {tuning.noise:.3g}"
-    say(f"Chose spread {spreads}, {level}.\nWrote {out}")
-
-
-def predict(
-    factory: Factory,
-    checkpoint: Weights,
-    data: Data,
-    out: Annotated[Path, typer.Option(help="File to write: .csv, or .npz.")],
-    stats: Stats = None,
-    samples: Samples = 50,
-    link: LinkName = "softmax",
-    seed: Seed = 0,
-    batch_size: InputsAtOnce = 128,
-    dropout: Dropout = False,
-    device: Device = "cpu",
-    threads: Threads = None,
-) -> None:
-    """Predicts, and says how unsure each prediction is.
-
-    The prediction is that of many networks drawn around yours. A row for each input: class, confidence, entropy with
-    its aleatoric and epistemic part, and the probabilities. With labels (`y` in the file, or the second of what the
-    data set yields) error, NLL and ECE are printed too.
-
-    Needs: what `stochbn fit` or `stochbn tune` wrote, and inputs preprocessed as in training.
-
-    Next: sort the rows by entropy, and look at the most uncertain before you trust the rest. `stochbn export` if you
-    want to predict elsewhere.
-
-    Example: `stochbn predict nets:build --checkpoint net.pt --stats net.sbn.safetensors --data x.npz --out pred.csv`
-    """
-    if out.suffix not in (".csv", ".npz"):
-        raise ValueError(f"Expected --out to end in .csv or .npz, got {out}.")
-    _prepare_out(out, checkpoint, data, stats)
-    model = load_model(factory, checkpoint, device)
-    distribution = _load_stats(stats)
-    loader = load_data(data, model, batch_size)
-    if isinstance(loader.sampler, RandomSampler):
-        warnings.warn("The DataLoader shuffles: rows follow its order, not that of the data.", stacklevel=2)
-    labels: list[Tensor] = []
-    options: dict[str, Any] = {"num_samples": samples, "seed": seed, "link": link, "dropout": dropout}
-    prediction = stochbn.predict(model, distribution, _collect(loader, labels), keep_samples=False, **options)
-    targets = torch.cat(labels) if labels else None
-    scores = _score(prediction, targets)  # before anything is written: labels may be none of the classes
-    _write(out, _columns(prediction) | ({} if targets is None else {"label": targets}))
-    say(f"Wrote {out}")
-    _summarise(prediction, scores)
+    say(f"Chose spread {spreads}, {level}.\nWrote {', '.join(map(str, out))}")
+    predicting = _format_command("predict", factory, checkpoint=checkpoint, stats=out)
+    say(f"Next: {predicting} --data TEST --out pred.csv")
+    tell({"command": "tune", "out": out, **asdict(tuning)})
 
 
 def export(
     factory: Factory,
-    checkpoint: Weights,
+    checkpoint: ManyWeights,
     data: Data,
     out: Annotated[Path, typer.Option(help="File to write: .onnx, or .pt2 for torch.")],
     stats: Stats = None,
@@ -191,6 +167,7 @@ def export(
     seed: Seed = 0,
     dropout: Dropout = False,
     threads: Threads = None,
+    json: Json = False,
 ) -> None:
     """Writes one file that predicts with its uncertainty, without this package.
 
@@ -208,31 +185,52 @@ def export(
     """
     if out.suffix not in (".onnx", ".pt2"):
         raise ValueError(f"Expected --out to end in .onnx or .pt2, got {out}.")
-    _prepare_out(out, checkpoint, data, stats)
-    model = load_model(factory, checkpoint, "cpu")
-    distribution = _load_stats(stats)
-    batch = next(iter(load_data(data, model, EXAMPLE_INPUTS)), None)
+    check_out(out, checkpoint, data, stats)
+    sources = load_stats(stats, checkpoint)
+    models = load_models(factory, checkpoint, "cpu")
+    batch = next(iter(load_data(data, models[0], EXAMPLE_INPUTS)), None)
     if batch is None:
         raise ValueError(f"Expected at least one input to try the file on, got none in {data}.")
     example = rows(without_labels(batch), 0, EXAMPLE_INPUTS)
     links: dict[str, Any] = {"link": link}
-    difference = stochbn.export(
-        model, distribution, example, out, num_samples=samples, seed=seed, dropout=dropout, **links
-    )
+    make_folder(out)
+    difference = stochbn.export(models, sources, example, out, num_samples=samples, seed=seed, dropout=dropout, **links)
     say(f"Wrote {out}, {_format_size(out.stat().st_size)}")
-    plain = stochbn.predict(model, None, example, keep_samples=False, **links)  # has the same shapes
-    taken = zip(name_inputs(example), tensors_in(example), strict=True)
-    say(f"Takes {', '.join(_format_tensor(name, tensor, len(plain)) for name, tensor in taken)}")
-    returned = [_format_tensor(name, getattr(plain, name), len(plain)) for name in OUTPUTS[plain.link]]
-    say(f"Returns {', '.join(returned)}")
+    plain = stochbn.predict(models[0], None, example, keep_samples=False, **links)  # has the same shapes
+    taken = dict(zip(name_inputs(example), tensors_in(example), strict=True))
+    returned = {name: getattr(plain, name) for name in OUTPUTS[plain.link]}
+    formatted = [[_format_tensor(n, t, len(plain)) for n, t in tensors.items()] for tensors in (taken, returned)]
+    say(f"Takes {', '.join(formatted[0])}\nReturns {', '.join(formatted[1])}")
     say(f"Differs from predict by {difference:.1g} at most, on {len(plain)} inputs")
+    tell(
+        {
+            "command": "export",
+            "out": out,
+            "num_bytes": out.stat().st_size,
+            "takes": formatted[0],
+            "returns": formatted[1],
+            "difference": difference,
+            "num_inputs": len(plain),
+        }
+    )
+
+
+def _format_command(command: str, factory: str, **options: Sequence[Path]) -> str:
+    """Writes the beginning of a command line, to be copied.
+
+    Examples:
+        >>> _format_command("tune", "nets:build", checkpoint=[Path("my net.pt")])
+        "stochbn tune nets:build --checkpoint 'my net.pt'"
+    """
+    words = [word for name, paths in options.items() for path in paths for word in (f"--{name}", str(path))]
+    return shlex.join(["stochbn", command, factory, *words])
 
 
 def _format_tensor(name: str, tensor: Tensor, num_inputs: int) -> str:
     """Describes an argument or a result of a file.
 
     Examples:
-        >>> _format_tensor("probs", torch.zeros(8, 3), 8)
+        >>> _format_tensor("probs", Tensor(8, 3), 8)
         'probs: float32 (N, 3)'
     """
     sizes = list(map(str, tensor.shape))
@@ -249,71 +247,3 @@ def _format_size(size: int) -> str:
         ('18 kB', '2.3 MB')
     """
     return f"{size / 1e3:.0f} kB" if size < 1e6 else f"{size / 1e6:.1f} MB"
-
-
-def _prepare_out(out: Path, *inputs: Path | str | None) -> None:
-    """Makes the folder of a file to be written, which must not be one of the files to be read."""
-    if any(path and Path(path).resolve() == out.resolve() for path in inputs):
-        raise ValueError(f"Expected --out to be a file of its own, got an input: {out}.")
-    out.parent.mkdir(parents=True, exist_ok=True)
-
-
-def _load_stats(path: Path | None) -> stochbn.Distribution | None:
-    if path is None:
-        say("No statistics were given: this is without SBN.")
-        return None
-    return stochbn.load(path)
-
-
-def _collect(loader: "DataLoader[Any]", labels: list[Tensor]) -> Iterator[Any]:
-    """Yields what a loader does, and keeps the labels that come with it."""
-    for item in tqdm(loader, desc="predict", unit="batch", leave=False, disable=None):
-        if isinstance(item, (tuple, list)) and len(item) > 1 and isinstance(item[1], Tensor) and item[1].dim():
-            labels.append(item[1].cpu())
-        yield item
-
-
-def _columns(prediction: stochbn.Prediction) -> dict[str, Tensor]:
-    if prediction.link == "identity":
-        total = {} if prediction.noise is None else {"total_std": prediction.total_std}
-        return {"mean": prediction.mean, "std": prediction.std, **total}
-    measures = {name: getattr(prediction, name) for name in ("entropy", "aleatoric", "epistemic")}
-    if prediction.link == "sigmoid":
-        return {**measures, "probs": prediction.probs}
-    confidence, predicted = prediction.probs.max(1)
-    return {"predicted": predicted, "confidence": confidence, **measures, "probs": prediction.probs}
-
-
-def _write(path: Path, columns: dict[str, Tensor]) -> None:
-    arrays = {name: values.cpu().numpy() for name, values in columns.items()}
-    if path.suffix == ".npz":
-        buffer = io.BytesIO()
-        np.savez_compressed(buffer, **arrays)  # type: ignore[arg-type]
-        write_atomically(path, buffer.getvalue())
-        return
-    flat: dict[str, np.ndarray] = {"index": np.arange(len(arrays["probs" if "probs" in arrays else "mean"]))}
-    for name, values in arrays.items():
-        if values.ndim > 2:
-            raise ValueError(f"Expected --out to end in .npz for {name} of shape {values.shape}, got {path}.")
-        flat |= {name: values} if values.ndim == 1 else {f"{name}_{k}": part for k, part in enumerate(values.T)}
-    rows = zip(*([f"{value:.9g}" for value in values.tolist()] for values in flat.values()), strict=True)
-    write_atomically(path, "".join(f"{','.join(row)}\n" for row in (tuple(flat), *rows)).encode())
-
-
-def _score(prediction: stochbn.Prediction, labels: Tensor | None) -> list[str]:
-    if labels is None or prediction.link != "softmax":
-        return []
-    scores = {"error": stochbn.error, "NLL": stochbn.nll, "ECE": stochbn.ece}
-    return [f"{name} {score(prediction.probs.cpu(), labels):.4f}" for name, score in scores.items()]
-
-
-def _summarise(prediction: stochbn.Prediction, scores: list[str]) -> None:
-    columns = {name: values.cpu() for name, values in _columns(prediction).items() if name != "probs"}
-    shown = {name: v if v.dim() == 1 else v.double().flatten(1).mean(1) for name, v in columns.items()}  # (N,)
-    measure = "std" if prediction.link == "identity" else "entropy"
-    means = [f"mean {name} {shown[name].mean():.4f}" for name in (measure, "aleatoric", "epistemic") if name in shown]
-    say(f"{len(prediction)} inputs, {prediction.num_samples} draws: {', '.join([*means, *scores])}")
-    table = Table("index", *shown, title="The most uncertain")
-    for index in shown[measure].argsort(descending=True)[:5].tolist():
-        table.add_row(str(index), *(f"{values[index]:.4g}" for values in shown.values()))
-    console.print(table)

@@ -9,6 +9,7 @@ from typing import Annotated, Any
 import torch
 import typer
 
+from stochbn.cli.console import console
 from stochbn.experiments.training.recipes import EXPERIMENTS, SGD_LEARNING_RATE
 
 
@@ -18,12 +19,35 @@ def _use_threads(threads: int | None) -> int | None:
     return threads
 
 
-# Of any command. It acts while the line is parsed: a command that takes it has nothing left to do.
+def _use_json(json: bool) -> bool:
+    console.quiet = json
+    return json
+
+
+def _parse_samples(text: Any) -> int | str:
+    """Reads a number of draws, or "auto".
+
+    Examples:
+        >>> _parse_samples("auto"), _parse_samples("8")
+        ('auto', 8)
+    """
+    if text == "auto":
+        return "auto"
+    if not str(text).isdecimal() or int(text) < 1:
+        raise typer.BadParameter(f"Expected a whole number of at least 1, or auto, got {text!r}.")
+    return int(text)
+
+
+# Of any command. They act while the line is parsed: a command that takes them has nothing left to do.
 Threads = Annotated[
     int | None,
     typer.Option(metavar="N", min=1, callback=_use_threads, help="Threads that torch uses; by default one per core."),
 ]
+Json = Annotated[
+    bool, typer.Option("--json", callback=_use_json, help="Print one JSON object, and nothing else, to stdout.")
+]
 Samples = Annotated[int, typer.Option(metavar="N", min=1, help="Networks drawn for each prediction.")]
+Compile = Annotated[bool, typer.Option("--compile", help="Compile predictions; needs a C++ compiler.")]
 ProtocolSamples = Annotated[
     int | None,
     typer.Option(
@@ -40,10 +64,26 @@ Results = Annotated[Path | None, typer.Option("--out", help="Folder to write to.
 
 # Of a network of one's own.
 Factory = Annotated[str, typer.Argument(metavar="FACTORY", help="What builds the network: package.module:factory.")]
-Weights = Annotated[Path, typer.Option(help="Its weights: a state dict from torch.save, or safetensors.")]
+Weights = Annotated[Path, typer.Option(help="Its weights: a state dict, Lightning's checkpoint, or safetensors.")]
+ManyWeights = Annotated[
+    list[Path],
+    typer.Option("--checkpoint", help="Weights, as for fit. Repeat it for an ensemble of such networks."),
+]
 Data = Annotated[str, typer.Option(help="Inputs: .npz, .npy or .safetensors, or package.module:factory.")]
 StatsOut = Annotated[Path, typer.Option(help="File to write, such as net.sbn.safetensors.")]
-Stats = Annotated[Path | None, typer.Option(help="What fit or tune wrote; without it there is no SBN.")]
+Stats = Annotated[
+    list[Path] | None,
+    typer.Option(help="What fit or tune wrote, one for each checkpoint; without it there is no SBN."),
+]
+SamplesOrAuto = Annotated[
+    Any,
+    typer.Option(
+        "--samples",
+        metavar="N|auto",
+        parser=_parse_samples,
+        help="Networks drawn for each prediction; auto takes as many as each input needs, up to 1,024.",
+    ),
+]
 LinkName = Annotated[
     str, typer.Option("--link", help="softmax for classes, sigmoid for labels, identity for regression.")
 ]

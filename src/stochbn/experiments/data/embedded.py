@@ -37,9 +37,19 @@ def load_digits() -> tuple[Tensor, Tensor]:
         (torch.Size([1797, 1, 28, 28]), [0, 1, 2])
     """
     digits = sklearn.datasets.load_digits()
-    images = torch.from_numpy(digits.images).float()[:, None] * (255 / 16)
+    return enlarge(torch.from_numpy(digits.images)), torch.from_numpy(digits.target).long()
+
+
+def enlarge(counts: Tensor) -> Tensor:
+    """Turns levels of grey from 0 to 16, `(N, 8, 8)`, into images `(N, 1, 28, 28)`, uint8.
+
+    Examples:
+        >>> enlarge(torch.full((2, 8, 8), 16)).unique()
+        tensor([255], dtype=torch.uint8)
+    """
+    images = counts.float()[:, None] * (255 / 16)
     images = F.interpolate(images, size=(_SIZE, _SIZE), mode="bicubic", align_corners=False)
-    return images.round().clamp(0, 255).to(torch.uint8), torch.from_numpy(digits.target).long()
+    return images.round().clamp(0, 255).to(torch.uint8)
 
 
 def render_glyphs(num_images: int = 1000, seed: int = 0) -> tuple[Tensor, Tensor]:
