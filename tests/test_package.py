@@ -20,7 +20,7 @@ ROOMS = {
     ],
     "distributions": [
         *("storage", "seeds", "draws", "tuning", "base", "factorized", "lowrank", "empirical", "files", "mistakes"),
-        *("fit", "track"),
+        *("collected", "fit", "track"),
     ],
     "uncertainty": None,
     "inference.engine": [

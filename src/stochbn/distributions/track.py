@@ -8,8 +8,8 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
+from stochbn.distributions.collected import Collected
 from stochbn.distributions.factorized import Factorized
-from stochbn.distributions.fit import Collected
 from stochbn.statistics.calls import unwrap
 from stochbn.statistics.items import num_examples
 from stochbn.statistics.layers import find_layers
