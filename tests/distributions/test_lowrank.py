@@ -79,3 +79,41 @@ def test_low_rank_draws_have_the_marginals_and_the_correlations() -> None:
 def test_factors_never_exceed_the_marginal_variance(model: nn.Module, batches: list[Tensor]) -> None:
     stats = stochbn.fit(model, batches, family="lowrank", rank=4, progress=False)
     assert (stats.factors.double().square().sum(0) <= stats.std.square() * (1 + 1e-4) + 1e-12).all()
+
+
+def test_merged_sketches_are_one_sketch() -> None:
+    rows = torch.randn(50, 2, 20, dtype=torch.float64) + torch.randn(50, 1, 1, dtype=torch.float64)
+    whole, one, other = Sketch(10), Sketch(10), Sketch(10)  # 60 rows: they hold all of these
+    for sketch, parts in ((whole, rows.split(10)), (one, rows[:20].split(10)), (other, rows[20:].split(7))):
+        for part in parts:
+            sketch.add(part)
+    one.merge(other)
+    found, expected = (sketch.distribution(of_channels(20)).factors for sketch in (one, whole))
+    torch.testing.assert_close(found, expected, rtol=1e-6, atol=1e-6 * float(expected.abs().max()))
+
+
+def test_merged_sketches_follow_more_rows_than_they_hold() -> None:
+    generator = torch.Generator().manual_seed(0)
+    strengths = 0.97 ** torch.arange(200, dtype=torch.float64)
+    rows = torch.randn(2000, 200, generator=generator, dtype=torch.float64) * strengths
+    sketches = [Sketch(10), Sketch(10)]
+    for sketch, half in zip(sketches, rows.view(2000, 2, 100).split(1000), strict=True):
+        sketch._scale = torch.ones(2, 100, dtype=torch.float64)
+        for part in half.split(40):
+            sketch.add(part)
+    sketches[0].merge(sketches[1])
+    found = sketches[0].distribution(of_channels(100)).factors.double().flatten(1)
+    best = np.linalg.eigvalsh(np.cov(rows.numpy().T))[-10:].sum()
+    assert found.square().sum().item() > 0.97 * best  # as much as one sketch
+
+
+def test_merged_fits_have_the_factors_of_both(model: nn.Module, batches: list[Tensor]) -> None:
+    options = {"family": "lowrank", "rank": 11, "progress": False}  # all that 12 mini-batches have
+    whole, one, other = (stochbn.fit(model, part, **options) for part in (batches, batches[:5], batches[5:]))
+    merged = one.merge(other, rank=11)
+    torch.testing.assert_close(merged.std, whole.std, rtol=1e-9, atol=1e-12)
+    found, expected = (stats.factors.double().flatten(1) for stats in (merged, whole))
+    torch.testing.assert_close(found.T @ found, expected.T @ expected, rtol=1e-4, atol=1e-6)
+    assert len(one.merge(other).factors) == len(other.factors)
+    with pytest.raises(ValueError, match="rank of at least 1, got 0"):
+        one.merge(other, rank=0)

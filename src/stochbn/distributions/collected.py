@@ -71,6 +71,24 @@ class Collected:
             self.joint.add(torch.cat([observed[name].detach().cpu().double() for name in self.order], dim=2))
         self.num_batches += sum(counts)
 
+    def merge(self, other: "Collected") -> "Collected":
+        """Takes over what was collected of the mini-batches that follow, and returns the whole.
+
+        Nothing has been cut down to a family's size yet, so the result is that of one pass over all of them: to
+        rounding for moments, to the bit for mini-batches that `Thinned` keeps, and for factors as far as two sketches
+        follow directions like one: exactly while their rows hold all mini-batches.
+        """
+        if not other.num_batches:
+            return self
+        if not self.num_batches:
+            return other
+        for name, new in other.moments.items():
+            self.moments[name] = self.moments[name].merge(new) if name in self.moments else new
+        if self.joint is not None and other.joint is not None:
+            self.joint.merge(other.joint)
+        self.num_batches += other.num_batches
+        return self
+
     def standard_error(self, layers: Iterable[str]) -> float:
         """Returns the largest of any channel's centre, of μ in units of σ or of log(σ² + ε); ∞ before all are known."""
         worst = 0.0
