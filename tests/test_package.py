@@ -16,7 +16,7 @@ TESTS = Path(__file__).parent
 ROOMS = {
     "statistics": [
         *("checks", "items", "calls", "mini_batches", "layers", "moments", "normalization", "restoring", "twin"),
-        "progress",
+        *("progress", "parts"),
     ],
     "distributions": [
         *("storage", "seeds", "draws", "tuning", "base", "factorized", "lowrank", "empirical", "files", "mistakes"),
@@ -28,6 +28,7 @@ ROOMS = {
         *("verification", "network"),
     ],
     "inference": ["prediction", "adaptive", "predict", "export", "held_out", "choosing", "tune", "exact"],
+    "distributed": ["ranks", "agreement", "functions"],
     "decisions": None,
     "experiments.schema": None,
     "experiments.contents": None,

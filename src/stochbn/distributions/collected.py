@@ -4,6 +4,7 @@ import itertools
 import math
 import warnings
 from collections.abc import Iterable
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -30,7 +31,7 @@ class Collected:
     ) -> None:
         self.momentum = momentum
         self.joint = joint
-        self.order = tuple(order)
+        self.order = self.chosen = tuple(order)
         self.moments: dict[str, Moments] = {}
         self.batch_size = 0
         self.num_batches = 0
@@ -88,6 +89,19 @@ class Collected:
             self.joint.merge(other.joint)
         self.num_batches += other.num_batches
         return self
+
+    def only_moments(self) -> "Collected":
+        """Returns a copy without what a joint family keeps."""
+        copied = Collected(self.momentum, order=self.chosen)
+        copied.moments, copied.batch_size, copied.num_batches = dict(self.moments), self.batch_size, self.num_batches
+        return copied
+
+    def agreement(self) -> dict[str, Any]:
+        """Returns what parts must have in common to be merged; None where nothing was collected."""
+        mine = {"batch_size": self.batch_size, "layers": self.chosen}
+        if self.joint is not None:
+            mine["order of layers"] = self.order
+        return mine if self.num_batches else dict.fromkeys(mine)
 
     def standard_error(self, layers: Iterable[str]) -> float:
         """Returns the largest of any channel's centre, of μ in units of σ or of log(σ² + ε); ∞ before all are known."""

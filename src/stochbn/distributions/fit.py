@@ -16,9 +16,10 @@ from stochbn.distributions.mistakes import warn_of_drift, warn_of_order, warn_of
 from stochbn.statistics.calls import Call, call_on_inputs, device_of, unwrap, without_labels
 from stochbn.statistics.checks import check_whole
 from stochbn.statistics.items import copy_to, num_examples, rows
-from stochbn.statistics.layers import Layers, dropout_layers, find_layers
+from stochbn.statistics.layers import Layers, all_batch_norms, dropout_layers, find_layers
 from stochbn.statistics.mini_batches import STACKED_EXAMPLES, length, mini_batches
 from stochbn.statistics.normalization import BatchNormalization, BatchNormCall, Observed, call_answered
+from stochbn.statistics.parts import Part, Peers, peers_of, share
 from stochbn.statistics.progress import progress_bar
 from stochbn.statistics.restoring import KeepingModes, keeping_tensors
 from stochbn.statistics.twin import make_twin, reorder_convolutions
@@ -91,35 +92,66 @@ def fit(
     chosen = find_layers(model, _has_statistics if last else layers)
     if dropout:
         dropout_layers(model)
+    peers = peers_of(loader)
+    own_number = None if num_batches is None else share(num_batches, peers)
     with (
         KeepingModes(),
         torch.no_grad(),
         progress_bar("fit", "batch", length(loader), shown=progress) as bar,
     ):
-        parts = mini_batches(loader, batch_size=batch_size, num_batches=num_batches, pick=pick)
+        parts = mini_batches(loader, batch_size=batch_size, num_batches=own_number, pick=pick)
         if last:
             chosen, parts = _keep_last(model, call, chosen, parts)
         collected = Collected(joint=collector, order=chosen)
+        if collector is not None and isinstance(loader, Part):
+            collector.start_at(_count_before(loader, batch_size, own_number))
         run = _Pass(model, call, chosen, dropout)
+        is_certain = False
         for is_added in _collect(collected, run, parts):
             bar.update()
-            if is_added and (progress or standard_error is not None):
-                error = collected.standard_error(chosen)
-                bar.set_postfix(standard_error=f"{error:.4f}", refresh=False)
-                if standard_error is not None and error <= standard_error:
+            if is_added and progress:
+                bar.set_postfix(standard_error=f"{collected.standard_error(chosen):.4f}", refresh=False)
+            if is_added and standard_error is not None:
+                is_certain = _is_certain(collected, peers, standard_error, is_over=False)
+                if is_certain:
                     break
-    if collected.num_batches < 2:
+        while standard_error is not None and not is_certain:  # others may still have data
+            is_certain = _is_certain(collected, peers, standard_error, is_over=True)
+    agreed = peers.agree(collected.agreement())
+    merged = peers.reduce(collected, Collected.merge)
+    if merged is None:
+        return peers.first(None)
+    if merged.num_batches < 2:
         raise ValueError(
-            f"Expected at least 2 mini-batches to fit, got {collected.num_batches}. "
+            f"Expected at least 2 mini-batches to fit, got {merged.num_batches}. "
             "Pass a longer loader or a smaller batch_size=."
         )
-    moments = collected.distribution(model, chosen, dropout=dropout, conditioned=conditioned)
-    stats = moments if collector is None else collector.distribution(moments)
+    chosen = {name: layer for name, layer in all_batch_norms(model).items() if name in agreed["layers"]}
+    moments = merged.distribution(model, chosen, dropout=dropout, conditioned=conditioned)
+    stats = moments if merged.joint is None else merged.joint.distribution(moments)
     warn_of_drift(stats, model)
     warn_of_order(moments, run.normalization.within)
     if num_batches is None and standard_error is None:
         warn_of_size(moments, model)
-    return stats
+    return peers.first(stats)
+
+
+def _is_certain(collected: Collected, peers: Peers, standard_error: float, *, is_over: bool) -> bool:
+    """Returns whether what all readers have collected is as certain as it should be, or all is read."""
+    found = peers.gather((collected.only_moments(), is_over))
+    joined = Collected()
+    for part, _ in found:
+        joined = joined.merge(part)
+    return all(over for _, over in found) or joined.standard_error(joined.chosen) <= standard_error
+
+
+def _count_before(part: Part, batch_size: int | None, num_batches: int | None) -> int:
+    """Returns how many mini-batches are collected by the readers before this one; 0 if somebody does not know."""
+    count = part.num_mini_batches(batch_size)
+    if count is not None and num_batches is not None:
+        count = min(count, num_batches)
+    counts = part.peers.gather(count)
+    return 0 if None in counts else sum(known for known in counts[: part.peers.rank] if known)
 
 
 def _make_collector(family: str, **sizes: int | None) -> Collector | None:

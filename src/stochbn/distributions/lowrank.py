@@ -38,7 +38,7 @@ class Sketch:
         """Does nothing: directions do not depend on where the rows stand."""
 
     def add(self, rows: Tensor) -> None:
-        if self._scale is None:  # that of the first rows serves for all
+        if self._scale is None:  # that of the first rows serves on the way
             self._scale = _effect(rows[:, 1].mean(0))
         self._pending.append((rows / self._scale).flatten(1))
         if sum(map(len, self._pending)) >= self._num_rows:
@@ -72,11 +72,15 @@ class Sketch:
     def distribution(self, moments: Distribution) -> "LowRank":
         self._compress()
         assert self._scale is not None
-        strongest = self._matrix.flip(0)[: self._rank] / math.sqrt(max(1, self._count - 1))
-        # A direction has no sign of its own; without a rule, the fit in parts would have other draws than the whole.
+        # In the units of all mini-batches, or the fit in parts would have the directions of its first part.
+        scale = _effect(moments.centre[1])
+        stack = self._matrix * (self._scale / scale).flatten()
+        _, directions = torch.linalg.eigh(stack @ stack.T)  # ascending
+        strongest = (directions.T @ stack).flip(0)[: self._rank] / math.sqrt(max(1, self._count - 1))
+        # Nor has a direction a sign of its own.
         largest = strongest.gather(1, strongest.abs().argmax(1, keepdim=True))
         strongest = torch.where(largest < 0, -strongest, strongest)
-        return LowRank(**common_fields(moments), factors=(strongest.view(-1, *self._scale.shape) * self._scale).float())
+        return LowRank(**common_fields(moments), factors=(strongest.view(-1, *scale.shape) * scale).float())
 
 
 def _effect(log_variance: Tensor) -> Tensor:
