@@ -56,17 +56,15 @@ def fit(
         RankError: Another rank failed, or did not answer within the group's timeout.
 
     Examples:
-        >>> import stochbn.distributed, tempfile, torch
-        >>> import torch.distributed as dist
+        >>> import stochbn, torch
+        >>> dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)  # with torchrun: no arguments
         >>> model = nn.Sequential(nn.Linear(2, 3), nn.BatchNorm1d(3, momentum=None))
         >>> shard = [torch.randn(16, 2) for _ in range(10)]
         >>> for batch in shard:
         ...     _ = model(batch)
-        >>> with tempfile.NamedTemporaryFile() as file:  # torchrun sets up what this job of one rank has here
-        ...     dist.init_process_group("gloo", init_method=f"file://{file.name}", rank=0, world_size=1)
-        ...     stochbn.distributed.fit(model, shard, progress=False)
-        ...     dist.destroy_process_group()
+        >>> stochbn.distributed.fit(model, shard, progress=False)
         Factorized(1 layers, 3 channels, batch_size=16, num_batches=10)
+        >>> dist.destroy_process_group()
     """
     with together(group, "fit") as ranks:
         options = check_call(plain_fit, ranks, model=model, loader=loader, **options)
@@ -102,6 +100,17 @@ def tune(
     Raises:
         ValueError: As in `fit`; or the loader has a DistributedSampler.
         RankError: As in `fit`.
+
+    Examples:
+        >>> import stochbn, torch
+        >>> dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+        >>> model = nn.Sequential(nn.BatchNorm1d(3, momentum=None))
+        >>> batches = [(torch.randn(16, 3), torch.randint(3, (16,))) for _ in range(10)]
+        >>> for x, _ in batches:
+        ...     _ = model(x)
+        >>> stochbn.distributed.tune(model, None, batches, progress=False).spread is None
+        True
+        >>> dist.destroy_process_group()
     """
     with together(group, "tune") as ranks:
         options = check_call(plain_tune, ranks, model=model, stats=stats, loader=loader, **options)
@@ -157,6 +166,18 @@ def predict(
     Raises:
         ValueError: As in `fit`; or the loader has a DistributedSampler, which cuts it already and repeats inputs.
         RankError: As in `fit`.
+
+    Examples:
+        >>> import stochbn, torch
+        >>> dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+        >>> model = nn.Sequential(nn.Linear(2, 8), nn.BatchNorm1d(8, momentum=None), nn.Linear(8, 3))
+        >>> batches = [torch.randn(16, 2) for _ in range(10)]
+        >>> for batch in batches:
+        ...     _ = model(batch)
+        >>> stats = stochbn.fit(model, batches, progress=False)
+        >>> stochbn.distributed.predict(model, stats, batches, num_samples=8)
+        Prediction(160×3, link='softmax', num_samples=8)
+        >>> dist.destroy_process_group()
     """
     with together(group, "predict") as ranks:
         options = check_call(plain_predict, ranks, model=model, stats=stats, inputs=inputs, **options)
@@ -182,6 +203,12 @@ def shard(loader: Iterable[Any], *, group: "ProcessGroup | None" = None) -> Iter
 
     Unlike a DistributedSampler it repeats no example, and the ranks together have the batches that one process would
     have. The loader's order may be random; it is that of rank 0 for all. Every rank has to call it.
+
+    Examples:
+        >>> dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+        >>> len(list(shard([torch.randn(16, 2) for _ in range(10)])))
+        10
+        >>> dist.destroy_process_group()
     """
     with together(group, "shard") as ranks:
         return cut(loader, ranks)
