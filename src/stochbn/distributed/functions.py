@@ -105,7 +105,7 @@ def tune(
         >>> import stochbn, torch
         >>> dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
         >>> model = nn.Sequential(nn.BatchNorm1d(3, momentum=None))
-        >>> batches = [(torch.randn(16, 3), torch.randint(3, (16,))) for _ in range(10)]
+        >>> batches = [(x, x.softmax(1).multinomial(1)[:, 0]) for x in torch.randn(10, 16, 3)]
         >>> for x, _ in batches:
         ...     _ = model(x)
         >>> stochbn.distributed.tune(model, None, batches, progress=False).spread is None
