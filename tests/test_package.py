@@ -34,7 +34,7 @@ ROOMS = {
     "experiments.contents": None,
     "testing": ["references", "fingerprint", "checks", "suite"],
     "experiments.data": ["sources", "publications", "embedded", "splits", "corruptions"],
-    "experiments.training": ["networks", "recipes", "checkpoints", "train"],
+    "experiments.training": ["networks", "recipes", "checkpoints", "parallel", "train"],
     "experiments.methods": None,
     "experiments.files": None,
     "experiments.evaluation": ["protocols", "inference", "diagnostics", "jobs", "evaluate", "plan", "queue"],
@@ -43,7 +43,7 @@ ROOMS = {
         *("notes", "report"),
     ],
     "experiments.study": ["draws", "results", "scores", "evidence", "measure", "tables", "figures", "study"],
-    "cli": ["console", "options", "loading", "models", "experiments", "commands", "main"],
+    "cli": ["console", "job", "options", "loading", "models", "experiments", "commands", "main"],
     "__main__": None,
 }
 ORDER = [f"{room}.{module}" if modules else room for room, modules in ROOMS.items() for module in modules or [""]]

@@ -3,7 +3,7 @@
 import io
 import sys
 import warnings
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -12,10 +12,11 @@ import torch
 import typer
 from rich.table import Table
 from torch import Tensor
-from torch.utils.data import DataLoader, RandomSampler
+from torch.utils.data import RandomSampler
 from tqdm import tqdm
 
 import stochbn
+from stochbn.cli import job
 from stochbn.cli.console import console, say
 from stochbn.cli.loading import load_data, load_model
 from stochbn.cli.options import (
@@ -36,6 +37,7 @@ from stochbn.distributions.storage import write_atomically
 from stochbn.inference.export import OUTPUTS, name_inputs
 from stochbn.statistics.calls import without_labels
 from stochbn.statistics.items import rows, tensors_in
+from stochbn.statistics.parts import Part
 
 EXAMPLE_INPUTS = 8  # that an exported file is compared with `predict` on
 
@@ -81,12 +83,13 @@ def fit(
     """
     _prepare_out(out, checkpoint, data)
     model = load_model(factory, checkpoint, device)
-    loader = load_data(data, model, batch_size, shuffle=True)
+    loader = job.shard(load_data(data, model, batch_size, shuffle=True))
     options: dict[str, Any] = {"batch_size": batch_size, "num_batches": num_batches, "standard_error": standard_error}
     options |= {"layers": "last" if layers == ["last"] else layers or None, "family": family, "rank": rank}
     options |= {"num_kept": num_kept, "conditioned": conditioned, "dropout": dropout}
-    stats = stochbn.fit(model, loader, progress=sys.stderr.isatty(), **options)
-    stats.save(out)
+    stats = job.library().fit(model, loader, progress=sys.stderr.isatty(), **options)
+    if job.is_first():
+        stats.save(out)
     say(f"Fitted {stats}.\nWrote {out}")
 
 
@@ -124,8 +127,9 @@ def tune(
     loader = load_data(data, model, batch_size)
     options: dict[str, Any] = {"choose": choose, "num_groups": num_groups, "num_samples": samples, "dropout": dropout}
     options |= {"link": link}
-    tuned = stochbn.tune(model, stochbn.load(stats), loader, progress=sys.stderr.isatty(), **options)
-    tuned.save(out)
+    tuned = job.library().tune(model, stochbn.load(stats), loader, progress=sys.stderr.isatty(), **options)
+    if job.is_first():
+        tuned.save(out)
     tuning = tuned.tuning
     assert tuning is not None
     say(str(tuning))
@@ -172,7 +176,12 @@ def predict(
         warnings.warn("The DataLoader shuffles: rows follow its order, not that of the data.", stacklevel=2)
     labels: list[Tensor] = []
     options: dict[str, Any] = {"num_samples": samples, "seed": seed, "link": link, "dropout": dropout}
-    prediction = stochbn.predict(model, distribution, _collect(loader, labels), keep_samples=False, **options)
+    options |= {"gather": 0} if job.is_joined() else {}
+    batches = _collect(job.shard(loader), labels)
+    prediction = job.library().predict(model, distribution, batches, keep_samples=False, **options)
+    labels = [label for part in job.peers().gather(labels) for label in part]
+    if prediction is None:  # the first process has it
+        return
     targets = torch.cat(labels) if labels else None
     scores = _score(prediction, targets)  # before anything is written: labels may be none of the classes
     _write(out, _columns(prediction) | ({} if targets is None else {"label": targets}))
@@ -265,9 +274,14 @@ def _load_stats(path: Path | None) -> stochbn.Distribution | None:
     return stochbn.load(path)
 
 
-def _collect(loader: "DataLoader[Any]", labels: list[Tensor]) -> Iterator[Any]:
-    """Yields what a loader does, and keeps the labels that come with it."""
-    for item in tqdm(loader, desc="predict", unit="batch", leave=False, disable=None):
+def _collect(loader: Iterable[Any], labels: list[Tensor]) -> Iterable[Any]:
+    """Returns the batches of a loader, or of a part of it, to be read once; keeps the labels that come with them."""
+    batches = _keep_labels(loader, labels)
+    return loader.replace(batches) if isinstance(loader, Part) else batches
+
+
+def _keep_labels(loader: Iterable[Any], labels: list[Tensor]) -> Iterator[Any]:
+    for item in tqdm(loader, desc="predict", unit="batch", leave=False, disable=None if job.is_first() else True):
         if isinstance(item, (tuple, list)) and len(item) > 1 and isinstance(item[1], Tensor) and item[1].dim():
             labels.append(item[1].cpu())
         yield item

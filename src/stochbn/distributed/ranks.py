@@ -103,10 +103,10 @@ class Ranks:
 
     def tell(self, error: Exception) -> None:
         """Lets the other ranks know, in their next exchange, what ended this one."""
-        if not getattr(error, "_is_told", False):
+        if not isinstance(error, RankError) and not is_told(error):
             with suppress(RankError):  # nobody is left to be told
                 self._exchange(brief(f"{type(error).__name__}: {error}"), None)
-            error._is_told = True  # type: ignore[attr-defined]
+                _mark_told(error)
 
     def _exchange(self, problem: str | None, value: Any) -> list[tuple[str | None, Any]]:
         found: list[Any] = [None] * self.size
@@ -114,7 +114,9 @@ class Ranks:
             dist.all_gather_object(found, (problem, value), group=self._group)
         for rank, (other, _) in enumerate(found):
             if other is not None and problem is None:
-                raise _told(RankError(f"Expected every rank to {self._task}, got an error on rank {rank}: {other}"))
+                raise _mark_told(
+                    RankError(f"Expected every rank to {self._task}, got an error on rank {rank}: {other}")
+                )
         return found
 
     @contextmanager
@@ -123,11 +125,9 @@ class Ranks:
         try:
             yield
         except RuntimeError as error:
-            raise _told(
-                RankError(
-                    f"Expected every rank to {self._task}, got no answer from one within the group's timeout "
-                    f"({brief(error)}). It has died, or was too slow: look at what it printed, and start the job again."
-                )
+            raise RankError(
+                f"Expected every rank to {self._task}, got no answer from one within the group's timeout "
+                f"({brief(error)}). It has died, or was too slow: look at what it printed, and start the job again."
             ) from error
 
     def _number(self, rank: int) -> int:
@@ -148,6 +148,11 @@ def together(group: "ProcessGroup | None", task: str) -> Iterator[Ranks]:
     ranks.gather(None)
 
 
-def _told(error: RankError) -> RankError:
+def is_told(error: Exception) -> bool:
+    """Returns whether all ranks know of an error."""
+    return getattr(error, "_is_told", False)
+
+
+def _mark_told(error: Exception) -> Exception:
     error._is_told = True  # type: ignore[attr-defined]
     return error
