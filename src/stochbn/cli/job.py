@@ -35,14 +35,9 @@ def is_launched() -> bool:
 @contextmanager
 def joined(command: str) -> Iterator[None]:
     """Joins the job that torchrun started, if it did, for a command; an error of one process ends all of them."""
-    if not is_launched():
+    if not is_launched() or command.startswith("-"):
         yield
         return
-    if command not in COMMANDS:
-        raise ValueError(
-            f"Expected one of {', '.join(COMMANDS)} with torchrun, got {command!r}, which one process does. Leave "
-            "torchrun out."
-        )
     if torch.cuda.is_available():
         torch.cuda.set_device(int(os.environ["LOCAL_RANK"]))  # which --device cuda means
     is_own = not dist.is_initialized()
@@ -54,6 +49,11 @@ def joined(command: str) -> Iterator[None]:
             nullcontext() if is_first() else redirect_stdout(nowhere),
             together(None, command),
         ):
+            if command not in COMMANDS:
+                raise ValueError(
+                    f"Expected one of {', '.join(COMMANDS)} with torchrun, got {command!r}, which one process does. "
+                    "Leave torchrun out."
+                )
             yield
     finally:
         if is_own:
