@@ -72,7 +72,7 @@ def assert_same_fit(found: stochbn.Distribution, expected: stochbn.Distribution)
         assert torch.equal(found.observations, expected.observations)
     if isinstance(expected, stochbn.LowRank):
         largest = float(expected.factors.abs().max())
-        torch.testing.assert_close(found.factors, expected.factors, rtol=1e-5, atol=1e-6 * largest)
+        torch.testing.assert_close(found.factors, expected.factors, rtol=1e-6, atol=1e-6 * largest)
     assert_same_everywhere(found)
 
 

@@ -195,7 +195,7 @@ def _cut_data_loader(
     order: Iterable[Any]
     count = None
     if type(batch_sampler) is BatchSampler and type(source) is SequentialSampler:
-        order, size = _Slice(sampler, mine), batch_sampler.batch_size
+        order, size = _Successive(mine, batch_sampler.batch_size, len(source)), batch_sampler.batch_size
         count = min(mine.stop * size, len(source)) - min(mine.start * size, len(source))
     else:
         order = peers.first(_list_order(loader, sampler) if peers.rank == 0 else None)[mine.start : mine.stop]
@@ -225,6 +225,23 @@ class _Slice:
 
     def __iter__(self) -> Iterator[Any]:
         return itertools.islice(self._whole, self._places.start, self._places.stop)
+
+    def __len__(self) -> int:
+        return len(self._places)
+
+
+class _Successive:
+    """Some successive batches of the indices 0, 1, …, `total`; to count up to the first of 10⁹ would take a while."""
+
+    def __init__(self, places: range, batch_size: int, total: int) -> None:
+        self._places = places
+        self._batch_size = batch_size
+        self._total = total
+
+    def __iter__(self) -> Iterator[list[int]]:
+        for place in self._places:
+            start = place * self._batch_size
+            yield list(range(start, min(start + self._batch_size, self._total)))
 
     def __len__(self) -> int:
         return len(self._places)
