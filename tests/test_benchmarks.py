@@ -2,7 +2,9 @@
 
 import json
 import math
+import os
 import re
+import sys
 from functools import partial
 from pathlib import Path
 
@@ -11,7 +13,19 @@ import torch
 from torch import Tensor
 
 import stochbn
-from benchmarks import ablation, contenders, draws, last_layer, limits, measure, memory, stages, targets, tuning
+from benchmarks import (
+    ablation,
+    contenders,
+    draws,
+    last_layer,
+    limits,
+    measure,
+    memory,
+    scale,
+    stages,
+    targets,
+    tuning,
+)
 from benchmarks.__main__ import main
 from benchmarks.contenders import (
     ENSEMBLE,
@@ -251,3 +265,15 @@ def test_tuning_is_measured_for_every_rule(monkeypatch: pytest.MonkeyPatch) -> N
     summary = tuning.summarise([faulty, faulty | {"says": ["narrower"]}])["tune"]
     assert (summary["collapsed"], summary["collapsed_in_silence"], summary["worse_in_silence"]) == (2, 1, 1)
     assert summary["worse_where_tuned_in_silence"] == 1
+
+
+def test_one_process_and_two_are_compared(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("PYTHONPATH", os.pathsep.join([str(Path(scale.__file__).parents[1]), *filter(None, sys.path)]))
+    work = scale.Work(width=0.1, num_batches=4, batch_size=8, mini_batch_size=4, num_samples=2, repeats=1)
+    rows = scale.measure(work)
+    assert [(row["task"], row["processes"]) for row in rows] == [(t, n) for t in scale.TASKS for n in (1, 2)]
+    for row in rows:
+        assert row["efficiency"] == pytest.approx(row["speed_up"]["median"] / row["processes"])
+        assert (row["bytes_sent"] > 0) == (row["processes"] == 2)
+    kept, moments = rows[3]["bytes_sent"], rows[1]["bytes_sent"]
+    assert kept > moments  # the mini-batches that are kept, beside the moments

@@ -6,6 +6,7 @@ import logging
 import pkgutil
 import re
 import shutil
+import socket
 import subprocess
 import sys
 from concurrent.futures import ThreadPoolExecutor
@@ -158,9 +159,21 @@ def run_without_torch() -> np.ndarray:
     return np.load("probs.npy")
 
 
+@pytest.mark.filterwarnings("ignore::UserWarning")  # the labels are random
+def test_scale_code(given: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> None:
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+    for name, value in {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port, "RANK": 0, "WORLD_SIZE": 1}.items():
+        monkeypatch.setenv(name, str(value))
+    assert run(DOCS / "scale.md", given) == 1
+    assert stochbn.load("net.sbn.safetensors").num_batches == given["stats"].num_batches
+    assert len(given["pred"]) == len(given["test_loader"].dataset)
+
+
 def test_all_python_is_run() -> None:
     with_python = {page.name for page in PAGES if "```python" in page.read_text()}
-    assert with_python == {"README.md", "guide.md", "serving.md", "tutorial.md"}
+    assert with_python == {"README.md", "guide.md", "scale.md", "serving.md", "tutorial.md"}
 
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda path: path.name)
@@ -182,7 +195,9 @@ def test_names_in_the_method_page_exist() -> None:
 
 def test_the_api_page_has_every_public_name_once() -> None:
     shown = re.findall(r"^::: stochbn\.([\w.]+)$", (DOCS / "api.md").read_text(), re.MULTILINE)
-    assert sorted(shown) == sorted([*stochbn.__all__, *(f"testing.{name}" for name in stochbn.testing.__all__)])
+    apart = {"distributed": stochbn.distributed, "testing": stochbn.testing}
+    inside = [f"{room}.{name}" for room, module in apart.items() for name in module.__all__]
+    assert sorted(shown) == sorted([*stochbn.__all__, *inside])
 
 
 def test_examples_stand_in_a_section_that_the_site_knows() -> None:

@@ -5,6 +5,7 @@ pred = stochbn.predict(model, stats, x)
 pred.probs, pred.entropy
 """
 
+from stochbn import distributed as distributed
 from stochbn.decisions import AbstainRule, FlagRule, abstain, flag, load_rule
 from stochbn.distributions.base import Distribution
 from stochbn.distributions.draws import Draws

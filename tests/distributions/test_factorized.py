@@ -30,7 +30,7 @@ def test_fits_that_do_not_merge(model: nn.Module, batches: list[Tensor]) -> None
         stochbn.fit(model, batches, batch_size=8, progress=False),
         stochbn.fit(model, batches, layers=["1"], progress=False),
     ):
-        with pytest.raises(ValueError, match="two fits of one model with one batch size"):
+        with pytest.raises(ValueError, match="two fits of one model with one family and batch size"):
             stats.merge(other)
 
 

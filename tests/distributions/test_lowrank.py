@@ -8,8 +8,10 @@ import torch
 from torch import Tensor, nn
 
 import stochbn
-from oracles import calibrate, flat, observed, of_channels
+from oracles import calibrate, flat, known, observed, of_channels
 from stochbn.distributions.lowrank import Sketch
+
+UNITS = torch.tensor([[1.0], [2.0]], dtype=torch.float64)  # of μ and log σ² around 0, in which directions compete
 
 
 def test_the_sketch_finds_the_principal_directions() -> None:
@@ -21,10 +23,10 @@ def test_the_sketch_finds_the_principal_directions() -> None:
     sketch = Sketch(3)
     for part in rows.split(37):
         sketch.add(part)
-    found = sketch.distribution(of_channels(20)).factors.double().flatten(1)
-    # A normalised activation moves by one when μ moves by σ, or log σ² by 2. σ is that of the first rows seen.
-    sigma = np.exp(rows[:37, 1].numpy().mean(0) / 2)
-    scale = np.concatenate([sigma, np.full(20, 2.0)])
+    moments = of_channels(20)
+    found = sketch.distribution(moments).factors.double().flatten(1)
+    # A normalised activation moves by one when μ moves by σ, or log σ² by 2. σ is that of the moments.
+    scale = np.concatenate([np.exp(moments.centre[1].numpy() / 2), np.full(20, 2.0)])
     scaled = rows.flatten(1).numpy() / scale
     values, vectors = np.linalg.eigh(np.cov(scaled.T))
     truth = (vectors[:, -3:] * np.sqrt(values[-3:])) @ (vectors[:, -3:] * np.sqrt(values[-3:])).T
@@ -41,10 +43,9 @@ def test_what_the_sketch_cuts_off_on_the_way_is_small() -> None:
     rows = torch.randn(2000, 200, generator=generator, dtype=torch.float64) * strengths @ basis.T
     rows += torch.linspace(0, 1, 2000, dtype=torch.float64)[:, None] * basis[:, 0]
     sketch = Sketch(10)
-    sketch._scale = torch.ones(2, 100, dtype=torch.float64)
-    for part in rows.view(2000, 2, 100).split(40):
+    for part in (rows.view(2000, 2, 100) * UNITS).split(40):
         sketch.add(part)
-    found = sketch.distribution(of_channels(100)).factors.double().flatten(1)
+    found = sketch.distribution(known(mean=0.0, channels=100)).factors.double() / UNITS
     best = np.linalg.eigvalsh(np.cov(rows.numpy().T))[-10:].sum()
     assert found.square().sum().item() > 0.97 * best
 
@@ -79,3 +80,41 @@ def test_low_rank_draws_have_the_marginals_and_the_correlations() -> None:
 def test_factors_never_exceed_the_marginal_variance(model: nn.Module, batches: list[Tensor]) -> None:
     stats = stochbn.fit(model, batches, family="lowrank", rank=4, progress=False)
     assert (stats.factors.double().square().sum(0) <= stats.std.square() * (1 + 1e-4) + 1e-12).all()
+
+
+def test_merged_sketches_are_one_sketch() -> None:
+    rows = torch.randn(50, 2, 20, dtype=torch.float64) + torch.randn(50, 1, 1, dtype=torch.float64)
+    whole, one, other = Sketch(10), Sketch(10), Sketch(10)  # 60 rows: they hold all of these
+    for sketch, parts in ((whole, rows.split(10)), (one, rows[:20].split(10)), (other, rows[20:].split(7))):
+        for part in parts:
+            sketch.add(part)
+    one.merge(other)
+    moments = of_channels(20)
+    found, expected = (sketch.distribution(moments).factors for sketch in (one, whole))
+    torch.testing.assert_close(found, expected, rtol=1e-6, atol=1e-6 * float(expected.abs().max()))
+
+
+def test_merged_sketches_follow_more_rows_than_they_hold() -> None:
+    generator = torch.Generator().manual_seed(0)
+    strengths = 0.97 ** torch.arange(200, dtype=torch.float64)
+    rows = torch.randn(2000, 200, generator=generator, dtype=torch.float64) * strengths
+    sketches = [Sketch(10), Sketch(10)]
+    for sketch, half in zip(sketches, rows.view(2000, 2, 100).split(1000), strict=True):
+        for part in (half * UNITS).split(40):
+            sketch.add(part)
+    sketches[0].merge(sketches[1])
+    found = sketches[0].distribution(known(mean=0.0, channels=100)).factors.double() / UNITS
+    best = np.linalg.eigvalsh(np.cov(rows.numpy().T))[-10:].sum()
+    assert found.square().sum().item() > 0.97 * best  # as much as one sketch
+
+
+def test_merged_fits_have_the_factors_of_both(model: nn.Module, batches: list[Tensor]) -> None:
+    options = {"family": "lowrank", "rank": 11, "progress": False}  # all that 12 mini-batches have
+    whole, one, other = (stochbn.fit(model, part, **options) for part in (batches, batches[:5], batches[5:]))
+    merged = one.merge(other, rank=11)
+    torch.testing.assert_close(merged.std, whole.std, rtol=1e-9, atol=1e-12)
+    found, expected = (stats.factors.double().flatten(1) for stats in (merged, whole))
+    torch.testing.assert_close(found.T @ found, expected.T @ expected, rtol=1e-4, atol=1e-6)
+    assert len(one.merge(other).factors) == len(other.factors)
+    with pytest.raises(ValueError, match="rank of at least 1, got 0"):
+        one.merge(other, rank=0)

@@ -9,6 +9,7 @@ from typing import Annotated, Any, TypeVar
 import typer
 from rich.table import Table
 
+from stochbn.cli import job
 from stochbn.cli.console import console, say
 from stochbn.cli.options import (
     Compile,
@@ -111,7 +112,7 @@ def train(
 
     for number in range(seed, seed + seeds):
         console.rule(f"{chosen.name}, seed {number}")
-        say(str(train(chosen, number, folder=folder, console=console)))
+        say(str(train(chosen, number, folder=folder, console=console, peers=job.peers())))
 
 
 @changes_recipe

@@ -5,6 +5,9 @@ import time
 import warnings
 from collections.abc import Sequence
 
+from stochbn.cli import job
+from stochbn.distributed.ranks import is_told
+
 EXTRAS = {
     "cli": ("numpy", "rich", "typer"),
     "play": ("starlette", "uvicorn"),
@@ -21,10 +24,11 @@ def main(arguments: Sequence[str] | None = None) -> None:
     code = 0
     try:
         with warnings.catch_warnings():
-            warnings.showwarning = lambda message, *_, **__: print(f"Warning: {message}", file=sys.stderr)
+            warnings.showwarning = lambda message, *_, **__: _complain(f"Warning: {message}")
             from stochbn.cli.commands import run  # only here, so that a missing extra is an error like any other
 
-            run(given)
+            with job.joined(given[0]):
+                run(given)
     except KeyboardInterrupt:
         code = 130
         resumes = given[0] in ("demo", "play", "train", "evaluate", "reproduce", "study")
@@ -33,11 +37,18 @@ def main(arguments: Sequence[str] | None = None) -> None:
         if debug:
             raise
         code = 2
-        print(f"Error: {explain(error)}", file=sys.stderr)
-    if not code and given[0] != "data" and not {"--help", "--version", "--json"} & set(given):
+        _complain(f"Error: {explain(error)}", error)
+    is_quiet = {"--help", "--version", "--json"} & set(given)
+    if not code and job.is_first() and given[0] != "data" and not is_quiet:
         minutes, seconds = divmod(round(time.perf_counter() - start), 60)
         print(f"Done in {minutes} min {seconds} s.")
     sys.exit(code)
+
+
+def _complain(text: str, error: Exception | None = None) -> None:
+    """Prints a line on stderr; of several processes the first does, and whoever could not tell it."""
+    if job.is_first() or (error is not None and not is_told(error)):
+        print(text, file=sys.stderr)
 
 
 def explain(error: Exception) -> str:

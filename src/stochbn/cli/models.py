@@ -11,6 +11,7 @@ import typer
 from torch import Tensor
 
 import stochbn
+from stochbn.cli import job
 from stochbn.cli.console import say, tell
 from stochbn.cli.loading import load_data, load_model, load_models, load_stats
 from stochbn.cli.options import (
@@ -79,13 +80,14 @@ def fit(
     """
     check_out(out, checkpoint, data)
     model = load_model(factory, checkpoint, device)
-    loader = load_data(data, model, batch_size, shuffle=True)
+    loader = job.shard(load_data(data, model, batch_size, shuffle=True))
     options: dict[str, Any] = {"batch_size": batch_size, "num_batches": num_batches, "standard_error": standard_error}
     options |= {"layers": "last" if layers == ["last"] else layers or None, "family": family, "rank": rank}
     options |= {"num_kept": num_kept, "conditioned": conditioned, "dropout": dropout}
-    stats = stochbn.fit(model, loader, progress=sys.stderr.isatty(), **options)
-    make_folder(out)
-    stats.save(out)
+    stats = job.library().fit(model, loader, progress=sys.stderr.isatty(), **options)
+    if job.is_first():
+        make_folder(out)
+        stats.save(out)
     say(f"Fitted {stats}.\nWrote {out}")
     tuning = _format_command("tune", factory, checkpoint=[checkpoint], stats=[out])
     say(f"Next, if you have held-out labels: {tuning} --data VALIDATION --out TUNED")
@@ -140,10 +142,11 @@ def tune(
     loader = load_data(data, models[0], batch_size)
     options: dict[str, Any] = {"choose": choose, "num_groups": num_groups, "num_samples": samples, "dropout": dropout}
     options |= {"link": link}
-    tuned = stochbn.tune(models, fitted, loader, progress=sys.stderr.isatty(), **options)
+    tuned = job.library().tune(models, fitted, loader, progress=sys.stderr.isatty(), **options)
     for path, member in zip(out, tuned, strict=True):
-        make_folder(path)
-        member.save(path)
+        if job.is_first():
+            make_folder(path)
+            member.save(path)
     tuning = tuned[0].tuning  # they share it
     assert tuning is not None
     say(str(tuning))

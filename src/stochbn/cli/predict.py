@@ -1,7 +1,7 @@
 """The command that predicts: inputs in files → a row for each, and a summary of the most uncertain."""
 
 import warnings
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Annotated, Any
@@ -11,10 +11,11 @@ import typer
 from rich.markup import escape
 from rich.table import Table
 from torch import Tensor
-from torch.utils.data import DataLoader, RandomSampler
+from torch.utils.data import RandomSampler
 from tqdm import tqdm
 
 import stochbn
+from stochbn.cli import job
 from stochbn.cli.console import console, printable, say, tell
 from stochbn.cli.loading import load_data, load_models, load_stats
 from stochbn.cli.names import check_classes, find_ids, ids_in, read_classes
@@ -34,6 +35,7 @@ from stochbn.cli.options import (
     Threads,
 )
 from stochbn.cli.outputs import check_out, check_suffix, make_columns, write_columns
+from stochbn.statistics.parts import Part
 
 NUM_SHOWN = 5  # of the most uncertain inputs
 
@@ -82,8 +84,13 @@ def predict(
     names = read_classes(classes, loader)
     options: dict[str, Any] = {"num_samples": samples, "tolerance": tolerance, "seed": seed, "link": link}
     options |= {"dropout": dropout, "compile": compile}
+    options |= {"gather": 0} if job.is_joined() else {}
     seen = _Seen()
-    prediction = stochbn.predict(models, sources, seen.collect(loader), keep_samples=False, **options)
+    batches = seen.collect(job.shard(loader))
+    prediction = job.library().predict(models, sources, batches, keep_samples=False, **options)
+    seen = seen.gather()
+    if prediction is None:  # the first process has it
+        return
     check_classes(names, prediction.mean.shape[1] if prediction.mean.dim() > 1 else 1)
     ids = seen.ids or find_ids(loader)
     if ids and len(ids) != len(prediction):
@@ -103,9 +110,18 @@ class _Seen:
     labels: list[Tensor] = field(default_factory=list)
     ids: list[str] = field(default_factory=list)
 
-    def collect(self, loader: "DataLoader[Any]") -> Iterator[Any]:
-        """Yields what a loader does, and keeps the labels and the ids that come with it."""
-        for item in tqdm(loader, desc="predict", unit="batch", leave=False, disable=None):
+    def collect(self, loader: Iterable[Any]) -> Iterable[Any]:
+        """Returns the batches of a loader, or of a part of it, to be read once; keeps what comes with them."""
+        batches = self._keep(loader)
+        return loader.replace(batches) if isinstance(loader, Part) else batches
+
+    def gather(self) -> "_Seen":
+        """Returns what all processes of a job have seen, in the order of the data."""
+        parts = job.peers().gather(self)
+        return _Seen([label for part in parts for label in part.labels], [one for part in parts for one in part.ids])
+
+    def _keep(self, loader: Iterable[Any]) -> Iterator[Any]:
+        for item in tqdm(loader, desc="predict", unit="batch", leave=False, disable=None if job.is_first() else True):
             if isinstance(item, (tuple, list)) and len(item) > 1 and isinstance(item[1], Tensor) and item[1].dim():
                 self.labels.append(item[1].cpu())
             self.ids += ids_in(item)

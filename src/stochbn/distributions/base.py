@@ -58,8 +58,14 @@ class Layer:
 class Collector(Protocol):
     """What a family sees of all layers at once, while `fit` makes its pass."""
 
+    def start_at(self, index: int) -> None:
+        """Says which of all mini-batches the first will be, where others are collected elsewhere."""
+
     def add(self, rows: Tensor) -> None:
         """Takes the statistics of some mini-batches, (G, 2, ΣC)."""
+
+    def merge(self, other: "Self") -> None:
+        """Takes over what another one has collected of the mini-batches that follow; that one is then of no use."""
 
     def distribution(self, moments: "Distribution") -> "Distribution":
         """Returns the family's distribution around the moments of another."""
@@ -158,6 +164,27 @@ class Distribution(ABC):
     def untuned(self) -> "Self":
         """Returns the distribution as it was fitted, without what `stochbn.tune` chose. Changes nothing."""
         return replace(self, tuning=None)
+
+    def merge(self, other: "Self") -> "Self":
+        """Joins two fits of one model to parts of its data: the fit to the whole, to be tuned again. Changes nothing.
+
+        Moments are merged by Chan's formula: to rounding, they are those of one fit to the mini-batches of both.
+        """
+        if self._setting() != other._setting():
+            raise ValueError(
+                "Expected two fits of one model with one family and batch size, got different families, layers, sizes, "
+                f"ε, dropout or batch sizes ({self} and {other}). Fit both with the same model and options."
+            )
+        layers = {
+            name: Layer(layer.eps, layer.moments.merge(other.layers[name].moments))
+            for name, layer in self.layers.items()
+        }
+        return replace(self, layers=layers, num_batches=self.num_batches + other.num_batches, tuning=None)
+
+    def _setting(self) -> tuple[object, ...]:
+        """Returns what two fits must have in common to be joined; joint families have one order of the layers too."""
+        layers = [(name, layer.num_features, layer.eps) for name, layer in self.layers.items()]
+        return type(self), layers, self.batch_size, self.dropout, self.conditioned, set(self.excluded)
 
     @property
     def sizes(self) -> list[int]:

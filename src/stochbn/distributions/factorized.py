@@ -1,10 +1,10 @@
 """The paper's family, eq. 4: r(μ) = N(m_μ, s²_μ) and r(σ) = LogN(m_σ, s²_σ), each channel by itself."""
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 from torch import Tensor
 
-from stochbn.distributions.base import Distribution, Layer
+from stochbn.distributions.base import Distribution
 from stochbn.distributions.seeds import antithetic_normal
 
 
@@ -26,6 +26,8 @@ class Factorized(Distribution):
         torch.Size([3])
         >>> stats.sample(50, seed=0).buffers["1.running_var"].shape
         torch.Size([50, 3])
+        >>> stats.merge(stochbn.fit(model, batches[::-1], progress=False))
+        Factorized(1 layers, 3 channels, batch_size=16, num_batches=20)
     """
 
     family = "factorized"
@@ -34,21 +36,3 @@ class Factorized(Distribution):
         """Draws independent Gaussian deviations."""
         noise = antithetic_normal(seed, first, count, self.std.numel())
         return self.std * noise.view(-1, *self.std.shape).to(self.std.device)
-
-    def merge(self, other: "Factorized") -> "Factorized":
-        """Joins two fits of one model to parts of its data: the fit to the whole, to rounding; to be tuned again."""
-        if self._setting() != other._setting():
-            raise ValueError(
-                "Expected two fits of one model with one batch size, got different layers, sizes, ε, dropout or batch "
-                f"sizes ({self} and {other}). Fit both with the same model and options."
-            )
-        layers = {
-            name: Layer(layer.eps, layer.moments.merge(other.layers[name].moments))
-            for name, layer in self.layers.items()
-        }
-        return replace(self, layers=layers, num_batches=self.num_batches + other.num_batches, tuning=None)
-
-    def _setting(self) -> tuple[object, ...]:
-        """Returns what two fits must have in common to be joined."""
-        layers = {name: (layer.num_features, layer.eps) for name, layer in self.layers.items()}
-        return layers, self.batch_size, self.dropout, self.conditioned, set(self.excluded)

@@ -28,6 +28,11 @@ FAMILIES: dict[str, type[Distribution]] = {family.family: family for family in (
 
 def save(stats: Distribution, path: str | os.PathLike[str]) -> None:
     """Writes a distribution to a file, whole or not at all; `stats.save(path)` calls it."""
+    storage.write(path, "stochbn", *pack(stats))
+
+
+def pack(stats: Distribution) -> tuple[dict[str, Any], dict[str, Tensor]]:
+    """Returns the header and the tensors of a distribution's file."""
     layers = []
     tensors = {}
     for name, layer in stats.layers.items():
@@ -47,7 +52,7 @@ def save(stats: Distribution, path: str | os.PathLike[str]) -> None:
         "tuning": stats.tuning and stats.tuning.to_dict(),
         "layers": layers,
     }
-    storage.write(path, "stochbn", header, tensors)
+    return header, tensors
 
 
 def load(path: str | os.PathLike[str], *, device: torch.device | str = "cpu") -> Distribution:

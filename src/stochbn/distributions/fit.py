@@ -1,8 +1,6 @@
 """Data → distribution, in one pass over a loader."""
 
 import itertools
-import math
-import warnings
 from collections.abc import Iterable, Iterator
 from typing import Any, Literal
 
@@ -11,17 +9,17 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.nn.modules.batchnorm import _BatchNorm
 
-from stochbn.distributions.base import Collector, Distribution, Layer
-from stochbn.distributions.factorized import Factorized
+from stochbn.distributions.base import Collector, Distribution
+from stochbn.distributions.collected import Collected
 from stochbn.distributions.files import FAMILIES
 from stochbn.distributions.mistakes import warn_of_drift, warn_of_order, warn_of_size
 from stochbn.statistics.calls import Call, call_on_inputs, device_of, unwrap, without_labels
-from stochbn.statistics.checks import check_whole, listing
+from stochbn.statistics.checks import check_whole
 from stochbn.statistics.items import copy_to, num_examples, rows
 from stochbn.statistics.layers import Layers, all_batch_norms, dropout_layers, find_layers
 from stochbn.statistics.mini_batches import STACKED_EXAMPLES, length, mini_batches
-from stochbn.statistics.moments import Moments
 from stochbn.statistics.normalization import BatchNormalization, BatchNormCall, Observed, call_answered
+from stochbn.statistics.parts import Part, Peers, peers_of, share
 from stochbn.statistics.progress import progress_bar
 from stochbn.statistics.restoring import KeepingModes, keeping_tensors
 from stochbn.statistics.twin import make_twin, reorder_convolutions
@@ -94,35 +92,66 @@ def fit(
     chosen = find_layers(model, _has_statistics if last else layers)
     if dropout:
         dropout_layers(model)
+    peers = peers_of(loader)
+    own_number = None if num_batches is None else share(num_batches, peers)
     with (
         KeepingModes(),
         torch.no_grad(),
         progress_bar("fit", "batch", length(loader), shown=progress) as bar,
     ):
-        parts = mini_batches(loader, batch_size=batch_size, num_batches=num_batches, pick=pick)
+        parts = mini_batches(loader, batch_size=batch_size, num_batches=own_number, pick=pick)
         if last:
             chosen, parts = _keep_last(model, call, chosen, parts)
         collected = Collected(joint=collector, order=chosen)
+        if collector is not None and isinstance(loader, Part):
+            collector.start_at(_count_before(loader, batch_size, own_number))
         run = _Pass(model, call, chosen, dropout)
+        is_certain = False
         for is_added in _collect(collected, run, parts):
             bar.update()
-            if is_added and (progress or standard_error is not None):
-                error = collected.standard_error(chosen)
-                bar.set_postfix(standard_error=f"{error:.4f}", refresh=False)
-                if standard_error is not None and error <= standard_error:
+            if is_added and progress:
+                bar.set_postfix(standard_error=f"{collected.standard_error(chosen):.4f}", refresh=False)
+            if is_added and standard_error is not None:
+                is_certain = _is_certain(collected, peers, standard_error, is_over=False)
+                if is_certain:
                     break
-    if collected.num_batches < 2:
+        while standard_error is not None and not is_certain:  # others may still have data
+            is_certain = _is_certain(collected, peers, standard_error, is_over=True)
+    agreed = peers.agree(collected.agreement())
+    merged = peers.reduce(collected, Collected.merge)
+    if merged is None:
+        return peers.first(None)
+    if merged.num_batches < 2:
         raise ValueError(
-            f"Expected at least 2 mini-batches to fit, got {collected.num_batches}. "
+            f"Expected at least 2 mini-batches to fit, got {merged.num_batches}. "
             "Pass a longer loader or a smaller batch_size=."
         )
-    moments = collected.distribution(model, chosen, dropout=dropout, conditioned=conditioned)
-    stats = moments if collector is None else collector.distribution(moments)
+    chosen = {name: layer for name, layer in all_batch_norms(model).items() if name in agreed["layers"]}
+    moments = merged.distribution(model, chosen, dropout=dropout, conditioned=conditioned)
+    stats = moments if merged.joint is None else merged.joint.distribution(moments)
     warn_of_drift(stats, model)
     warn_of_order(moments, run.normalization.within)
     if num_batches is None and standard_error is None:
         warn_of_size(moments, model)
-    return stats
+    return peers.first(stats)
+
+
+def _is_certain(collected: Collected, peers: Peers, standard_error: float, *, is_over: bool) -> bool:
+    """Returns whether what all readers have collected is as certain as it should be, or all is read."""
+    found = peers.gather((collected.only_moments(), is_over))
+    joined = Collected()
+    for part, _ in found:
+        joined = joined.merge(part)
+    return all(over for _, over in found) or joined.standard_error(joined.chosen) <= standard_error
+
+
+def _count_before(part: Part, batch_size: int | None, num_batches: int | None) -> int:
+    """Returns how many mini-batches are collected by the readers before this one; 0 if somebody does not know."""
+    count = part.num_mini_batches(batch_size)
+    if count is not None and num_batches is not None:
+        count = min(count, num_batches)
+    counts = part.peers.gather(count)
+    return 0 if None in counts else sum(known for known in counts[: part.peers.rank] if known)
 
 
 def _make_collector(family: str, **sizes: int | None) -> Collector | None:
@@ -162,7 +191,7 @@ def _keep_last(
     return {name: layers[name] for name in last} or layers, itertools.chain([first], parts)
 
 
-def _collect(collected: "Collected", run: "_Pass", parts: Iterator[tuple[Any, int, int]]) -> Iterator[bool]:
+def _collect(collected: Collected, run: "_Pass", parts: Iterator[tuple[Any, int, int]]) -> Iterator[bool]:
     """Runs the model over all mini-batches, as many in a pass as suit it.
 
     Yields after each item of the loader whether something was added to what is collected.
@@ -229,101 +258,3 @@ class _Pass:
             torch.allclose(own[name], reordered[name], rtol=1e-3, atol=1e-3 * float(own[name].abs().max()))
             for name in own
         )
-
-
-class Collected:
-    """Moments of each layer's observations so far.
-
-    Args:
-        momentum: Makes the moments exponential.
-        joint: Is shown the observations of all layers at once.
-        order: In which they are shown to it.
-    """
-
-    def __init__(
-        self, momentum: float | None = None, joint: Collector | None = None, order: Iterable[str] = ()
-    ) -> None:
-        self.momentum = momentum
-        self.joint = joint
-        self.order = tuple(order)
-        self.moments: dict[str, Moments] = {}
-        self.batch_size = 0
-        self.num_batches = 0
-
-    def add(self, observed: dict[str, Tensor], counts: list[int]) -> None:
-        """Takes what each layer saw in some forward passes of so many mini-batches: (calls · Σ counts, 2, C)."""
-        for name, seen in observed.items():
-            values = seen.detach().cpu().double()
-            if not values.isfinite().all():
-                row = int((~values.isfinite()).flatten(1).any(1).nonzero()[0])
-                calls = len(values) // sum(counts)
-                order = [number for start, size in _spans(counts) for number in [*range(start, start + size)] * calls]
-                if len(order) == len(values):
-                    where = f"at mini-batch {self.num_batches + order[row]}"
-                else:  # a layer that not every pass uses
-                    where = f"after mini-batch {self.num_batches}"
-                raise ValueError(
-                    f"Expected finite statistics, got NaN or Inf in layer {name!r} {where}. "
-                    "Check the data there, and the weights before that layer."
-                )
-            new = Moments.of(values)
-            old = self.moments.get(name)
-            if self.momentum is not None:
-                new = new.scale(self.momentum)
-                old = old and old.scale(1 - self.momentum)
-            self.moments[name] = old.merge(new) if old else new
-        if self.joint is not None:
-            known = self.order if self.num_batches else observed
-            uneven = [
-                n for n in {**self.moments, **observed} if n not in known or len(observed.get(n, ())) != sum(counts)
-            ]
-            if uneven:
-                raise ValueError(
-                    "Expected every layer to be used once in each forward pass for a joint family, got "
-                    f"{listing(uneven)}. Fit family='factorized', or leave these layers out with layers=."
-                )
-            self.order = tuple(name for name in self.order if name in observed)
-            self.joint.add(torch.cat([observed[name].detach().cpu().double() for name in self.order], dim=2))
-        self.num_batches += sum(counts)
-
-    def standard_error(self, layers: Iterable[str]) -> float:
-        """Returns the largest of any channel's centre, of μ in units of σ or of log(σ² + ε); ∞ before all are known."""
-        worst = 0.0
-        for name in layers:
-            moments = self.moments.get(name)
-            if moments is None or moments.weight_sq >= moments.weight**2:
-                return math.inf
-            effective = moments.weight**2 / moments.weight_sq
-            errors = (moments.variance / effective).sqrt()  # (2, C)
-            errors[0] /= (moments.mean[1] / 2).exp()
-            worst = max(worst, float(errors.max()))
-        return worst
-
-    def distribution(
-        self, model: nn.Module, layers: dict[str, _BatchNorm], *, dropout: bool, conditioned: bool = False
-    ) -> Factorized:
-        """Returns what was collected for these layers; warns of those that were hardly used."""
-        # The order of the model, not of the calls: draws follow it, and it survives a change of the forward pass.
-        fitted = {
-            name: Layer(layer.eps, self.moments[name])
-            for name, layer in layers.items()
-            if name in self.moments and self.moments[name].weight_sq < self.moments[name].weight ** 2  # seen twice
-        }
-        if not fitted:
-            raise ValueError(
-                f"Expected a forward pass that uses BatchNorm layers, got one that uses none of {listing(layers)}. "
-                "Check that call= runs the whole model, and that no part of it is compiled."
-            )
-        if len(fitted) < len(layers):
-            warnings.warn(
-                f"The BatchNorm layers {listing(name for name in layers if name not in fitted)} were used in fewer "
-                "than 2 mini-batches; they keep to their running statistics.",
-                stacklevel=3,
-            )
-        excluded = tuple(name for name in all_batch_norms(model) if name not in fitted)
-        return Factorized(fitted, self.batch_size, self.num_batches, excluded, dropout, conditioned)
-
-
-def _spans(sizes: list[int]) -> list[tuple[int, int]]:
-    """Returns where each of successive parts starts, and its size."""
-    return list(zip(itertools.accumulate([0, *sizes]), sizes, strict=False))

@@ -8,9 +8,9 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
+from stochbn.distributions.collected import Collected
 from stochbn.distributions.factorized import Factorized
-from stochbn.distributions.fit import Collected
-from stochbn.statistics.calls import unwrap
+from stochbn.statistics.calls import unwrap, without_ddp
 from stochbn.statistics.items import num_examples
 from stochbn.statistics.layers import find_layers
 from stochbn.statistics.normalization import Answering, BatchNormCall, Observed, batch_statistics
@@ -91,6 +91,7 @@ def track(model: nn.Module, momentum: float = 0.1) -> Iterator[Tracker]:
     """
     if not 0 < momentum < 1:
         raise ValueError(f"Expected momentum between 0 and 1, got {momentum}. BatchNorm's own is 0.1.")
+    model = without_ddp(model)  # which calls the model, and so its hooks
     if unwrap(model) is not model:
         raise ValueError(
             "Expected a model that is not compiled, got one behind torch.compile, whose code cannot be watched. "

@@ -19,6 +19,7 @@ from stochbn.statistics.items import describe
 from stochbn.statistics.mini_batches import length
 from stochbn.statistics.moments import Moments
 from stochbn.statistics.normalization import widen
+from stochbn.statistics.parts import peers_of
 from stochbn.statistics.progress import progress_bar
 from stochbn.statistics.restoring import KeepingModes
 from stochbn.uncertainty import class_indices
@@ -92,7 +93,9 @@ class HeldOut:
             num_mistakes += self._count_mistakes(plain, item, labels)
 
         self._visit(add, title)
-        return Losses((None, *spreads), tuple(levels), torch.cat(parts, 2), len(known), num_mistakes)
+        values, known = self._gather(parts, 2), self._gather([known]).unique()[:2]
+        num_mistakes = sum(peers_of(self.loader).gather(num_mistakes))
+        return Losses((None, *spreads), tuple(levels), values, len(known), num_mistakes)
 
     def root_mean_square(self) -> float:
         """Returns the error of the network without draws in regression, over all inputs and outputs."""
@@ -103,11 +106,20 @@ class HeldOut:
             squares.append((labels - moments.mean).square().flatten().cpu())
 
         self._visit(add, "tune, error")
-        return float(torch.cat(squares).mean().sqrt())
+        return float(self._gather(squares).mean().sqrt())
+
+    def _gather(self, parts: list[Tensor], dim: int = 0) -> Tensor:
+        """Puts together what all readers of the data found, in the order of the data."""
+        found = peers_of(self.loader).gather([torch.cat(parts, dim)] if parts else [])
+        if not any(found):
+            raise ValueError(
+                "Expected at least one batch of held-out data, got an empty loader, or one that can be read only once. "
+                "Pass a DataLoader or a list."
+            )
+        return torch.cat([part for each in found for part in each], dim)
 
     def _visit(self, add: Callable[[Any, Tensor], None], title: str) -> None:
         """Hands over every batch with its labels."""
-        is_empty = True
         with (
             KeepingModes(),
             torch.no_grad(),
@@ -118,13 +130,7 @@ class HeldOut:
                 if not isinstance(labels, Tensor):
                     raise TypeError(f"Expected labels as a tensor, got {describe(labels)}. {_TARGET}")
                 add(item, labels.to(device_of(self.models[0])))
-                is_empty = False
                 bar.update()
-        if is_empty:
-            raise ValueError(
-                "Expected at least one batch of held-out data, got an empty loader, or one that can be read only once. "
-                "Pass a DataLoader or a list."
-            )
 
     def _networks(self, spreads: Sequence[Spread]) -> list[Network]:
         return [self._network(number, spreads) for number in range(len(self.models))]

@@ -5,6 +5,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.nn.parallel import DistributedDataParallel
 
 from stochbn.statistics.items import describe
 
@@ -63,17 +64,24 @@ class Called(nn.Module):
 
 
 def unwrap(model: Any) -> nn.Module:
-    """Checks that it is an eager module; of one behind `torch.compile`, returns what was compiled.
+    """Checks that it is an eager module; of a compiled one, or one in DistributedDataParallel, returns what is inside.
 
-    Compiled code would ignore swapped buffers.
+    Compiled code would ignore swapped buffers. DistributedDataParallel would wait for the other processes in each
+    forward pass, also in eval mode.
     """
-    model = getattr(model, "_orig_mod", model)
+    while (inside := without_ddp(getattr(model, "_orig_mod", model))) is not model:
+        model = inside
     if not isinstance(model, nn.Module) or isinstance(model, torch.jit.ScriptModule):
         raise TypeError(
             f"Expected a model (an eager torch.nn.Module), got {type(model).__name__}. Check the order of the "
             "arguments; of a scripted model, pass the module it was scripted from."
         )
     return model
+
+
+def without_ddp(model: Any) -> Any:
+    """Returns what DistributedDataParallel is around, if it is."""
+    return model.module if isinstance(model, DistributedDataParallel) else model
 
 
 def device_of(model: nn.Module) -> torch.device:

@@ -27,12 +27,20 @@ from stochbn.experiments.training.checkpoints import (
     locked,
     write_checkpoint,
 )
+from stochbn.experiments.training.parallel import Parallel
 from stochbn.experiments.training.recipes import Recipe
 from stochbn.statistics.normalization import Answering, BatchNormCall
+from stochbn.statistics.parts import ALONE, Peers
 
 
 def train(
-    recipe: Recipe, seed: int, *, folder: Path | None = None, console: Console | None = None, lock: bool = True
+    recipe: Recipe,
+    seed: int,
+    *,
+    folder: Path | None = None,
+    console: Console | None = None,
+    lock: bool = True,
+    peers: Peers = ALONE,
 ) -> Path:
     """Trains a network, or finishes training it, and returns its checkpoint's path. A finished run is left alone.
 
@@ -42,19 +50,23 @@ def train(
         folder: Where you keep the published data files, asked before any download.
         console: Where progress goes: a live display on a terminal, else one line an epoch.
         lock: Whether to keep other processes from this network; not if the caller already does.
+        peers: The processes that train it together, all by this call; the first one validates and writes.
 
     Raises:
         CheckpointError: The checkpoint is damaged or of another recipe, or another process trains this network.
     """
     path = checkpoint_path(recipe, seed)
+    checkpoint = find_checkpoint(recipe, seed)
+    peers.agree({"number of epochs in the checkpoint": len(checkpoint.history) if checkpoint else 0})
     if not is_trained(recipe, seed):
         check_writable(path.parent)
-        with locked(path, f"{recipe.name} seed {seed}") if lock else nullcontext():
-            _train(recipe, seed, path, folder, console or Console())
+        with locked(path, f"{recipe.name} seed {seed}") if lock and peers.rank == 0 else nullcontext():
+            _train(recipe, seed, path, folder, console or Console(), peers)
+    peers.gather(None)  # for all of them the file is there
     return path
 
 
-def _train(recipe: Recipe, seed: int, path: Path, folder: Path | None, console: Console) -> None:
+def _train(recipe: Recipe, seed: int, path: Path, folder: Path | None, console: Console, peers: Peers) -> None:
     checkpoint = find_checkpoint(recipe, seed)
     if checkpoint and checkpoint.finished:  # by another process, before this one got the lock
         return
@@ -73,6 +85,7 @@ def _train(recipe: Recipe, seed: int, path: Path, folder: Path | None, console: 
         if checkpoint:
             network.load_state_dict(checkpoint.weights)
             _restore(optimizer, network, checkpoint.resume)
+        parallel = Parallel(network, recipe, seed, peers)
         bar = progress.add_task(f"{recipe.name} seed {seed}", total=num_steps, loss=math.nan, accuracy="—")
         progress.update(bar, completed=len(history) * steps_per_epoch)
 
@@ -84,20 +97,25 @@ def _train(recipe: Recipe, seed: int, path: Path, folder: Path | None, console: 
             batches = torch.randperm(len(training))[: steps_per_epoch * recipe.batch_size].view(-1, recipe.batch_size)
             for step, batch in enumerate(batches, start=epoch * steps_per_epoch):
                 images = training.images[batch]
-                inputs = resize(to_inputs(augment(images) if recipe.augment else images), size)
-                with ghost_batches(recipe.mini_batch_size):
-                    loss = F.cross_entropy(network(inputs), training.labels[batch])
+                images = (augment(images) if recipe.augment else images)[parallel.images]
+                inputs = resize(to_inputs(images), size)
                 optimizer.zero_grad()
-                loss.backward()
+                with parallel.step(step):
+                    with ghost_batches(recipe.mini_batch_size):
+                        loss = F.cross_entropy(parallel(inputs), training.labels[batch][parallel.images])
+                    loss.backward()
                 for group in optimizer.param_groups:
                     group["lr"] = learning_rate(recipe, step / num_steps)
                 optimizer.step()
                 loss_sum += loss.detach()
                 if step % 50 == 0:
                     progress.update(bar, completed=step, loss=loss.item())
+            train_loss = parallel.mean(loss_sum.item()) / steps_per_epoch
+            if peers.rank > 0:
+                history = [*history, {}]
+                continue
             nll, error = validate(network, validation)
             seconds = time.perf_counter() - start
-            train_loss = loss_sum.item() / steps_per_epoch
             record = {"train_loss": train_loss, "validation_nll": nll, "validation_error": error, "seconds": seconds}
             history = [*history, record]
             resume = _capture(optimizer) if epoch + 1 < recipe.epochs else {}

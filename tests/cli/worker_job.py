@@ -1,0 +1,24 @@
+"""Runs commands one after the other in each process that torchrun starts, and writes down what each one did."""
+
+import io
+import json
+import os
+import sys
+from contextlib import redirect_stderr, redirect_stdout
+from pathlib import Path
+
+import torch.distributed as dist
+
+from stochbn.cli.main import main
+
+dist.init_process_group("gloo")  # one for all commands: torchrun's store serves the first one only
+for number, arguments in enumerate(json.loads(Path(sys.argv[1]).read_text())):
+    out, err = io.StringIO(), io.StringIO()
+    code = None
+    with redirect_stdout(out), redirect_stderr(err):
+        try:
+            main([word.replace("RANK", os.environ["RANK"]) for word in arguments])
+        except SystemExit as ended:
+            code = ended.code
+    result = {"code": code, "out": out.getvalue(), "err": err.getvalue()}
+    Path(f"job-{number}-{os.environ['RANK']}.json").write_text(json.dumps(result))
