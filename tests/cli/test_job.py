@@ -45,7 +45,7 @@ def job(write_own, tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, dict
     environment["PYTHONPATH"] = os.pathsep.join(path for path in sys.path if path)
     ended = subprocess.run(
         [*TORCHRUN, script, "commands.json"],
-        cwd=folder, env=environment, capture_output=True, text=True, timeout=120, check=False,
+        cwd=folder, env=environment, capture_output=True, text=True, timeout=400, check=False,
     )  # fmt: skip
     assert ended.returncode == 0, ended.stderr
     found = {
@@ -118,7 +118,7 @@ def test_the_command_itself(own, tmp_path: Path) -> None:
         "PYTHONPATH": os.pathsep.join(path for path in sys.path if path),
     }
     command = [*TORCHRUN, "-m", "stochbn", *complete("fit")]
-    ended = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=120, check=False)
+    ended = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=400, check=False)
     assert ended.returncode == 0, ended.stderr
     assert ended.stdout.count("Wrote fit.safetensors") == 1
     assert stochbn.load(tmp_path / "fit.safetensors").num_batches == 16

@@ -11,14 +11,20 @@ import torch.distributed as dist
 
 from stochbn.cli.main import main
 
-dist.init_process_group("gloo")  # one for all commands: torchrun's store serves the first one only
-for number, arguments in enumerate(json.loads(Path(sys.argv[1]).read_text())):
-    out, err = io.StringIO(), io.StringIO()
-    code = None
-    with redirect_stdout(out), redirect_stderr(err):
-        try:
-            main([word.replace("RANK", os.environ["RANK"]) for word in arguments])
-        except SystemExit as ended:
-            code = ended.code
-    result = {"code": code, "out": out.getvalue(), "err": err.getvalue()}
-    Path(f"job-{number}-{os.environ['RANK']}.json").write_text(json.dumps(result))
+
+def run_all(commands: list[list[str]], rank: str) -> None:
+    dist.init_process_group("gloo")  # one for all commands: torchrun's store serves the first one only
+    for number, arguments in enumerate(commands):
+        out, err = io.StringIO(), io.StringIO()
+        code = None
+        with redirect_stdout(out), redirect_stderr(err):
+            try:
+                main([word.replace("RANK", rank) for word in arguments])
+            except SystemExit as ended:
+                code = ended.code
+        result = {"code": code, "out": out.getvalue(), "err": err.getvalue()}
+        Path(f"job-{number}-{rank}.json").write_text(json.dumps(result))
+
+
+if __name__ == "__main__":
+    run_all(json.loads(Path(sys.argv[1]).read_text()), os.environ["RANK"])
