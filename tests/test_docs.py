@@ -22,6 +22,7 @@ import stochbn
 import stochbn.testing
 from docs import picture
 from oracles import calibrate, small_cnn
+from stochbn import plots
 
 ROOT = Path(__file__).parent.parent
 DOCS = ROOT / "docs"
@@ -179,7 +180,9 @@ def test_names_in_the_method_page_exist() -> None:
 
 def test_the_api_page_has_every_public_name_once() -> None:
     shown = re.findall(r"^::: stochbn\.([\w.]+)$", (DOCS / "api.md").read_text(), re.MULTILINE)
-    assert sorted(shown) == sorted([*stochbn.__all__, *(f"testing.{name}" for name in stochbn.testing.__all__)])
+    rooms = {"testing": stochbn.testing, "plots": plots}
+    others = [f"{room}.{name}" for room, module in rooms.items() for name in module.__all__]
+    assert sorted(shown) == sorted([*stochbn.__all__, *others])
 
 
 def test_examples_stand_in_a_section_that_the_site_knows() -> None:

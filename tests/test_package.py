@@ -29,6 +29,8 @@ ROOMS = {
     ],
     "inference": ["prediction", "adaptive", "predict", "export", "held_out", "choosing", "tune", "exact"],
     "decisions": None,
+    "curves": None,
+    "plots": None,
     "experiments.schema": None,
     "experiments.contents": None,
     "testing": ["references", "fingerprint", "checks", "suite"],

@@ -7,7 +7,8 @@ from collections.abc import Sequence
 
 EXTRAS = {
     "cli": ("numpy", "rich", "typer"),
-    "experiments": ("PIL", "jinja2", "matplotlib", "pooch", "scipy", "sklearn"),
+    "plots": ("jinja2", "matplotlib"),
+    "experiments": ("PIL", "pooch", "scipy", "sklearn"),
 }
 
 
