@@ -31,6 +31,7 @@ ROOMS = {
     "decisions": None,
     "curves": None,
     "plots": None,
+    "pages": ["figures", "page"],
     "experiments.schema": None,
     "experiments.contents": None,
     "testing": ["references", "fingerprint", "checks", "suite"],
