@@ -62,6 +62,7 @@ def given(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> dict[str, Any]:
         "train_loader": loader,
         "val_loader": loader,
         "test_loader": loader,
+        "strange_loader": [3 + torch.rand(16, 1, 8, 8) for _ in range(2)],
         "held_out_x": torch.rand(200, 1, 8, 8),
         "held_out_y": torch.randint(3, (200,)),
         "reg_loader": [(x, models[0](x).detach() + torch.randn(16, 3)) for x in data.tensors[0].split(16)],
@@ -83,7 +84,9 @@ def test_readme_code(given: dict[str, Any]) -> None:
 @pytest.mark.filterwarnings("ignore:The NLL is lowest at")
 @pytest.mark.filterwarnings("ignore:No threshold is shown to keep")
 def test_guide_code(given: dict[str, Any]) -> None:
-    assert run(DOCS / "guide.md", given) == 14
+    assert run(DOCS / "guide.md", given) == 16
+    assert Path("assessment/index.html").exists()
+    assert given["left"].get_xlabel() == "Confidence"
     assert not given["accept"](given["new"]).any(), "labels that are noise prove nothing"
     assert given["flag"](given["held_out"]).sum() == 9  # the tenth place is the new input's
     assert given["flagged"].shape == (4,)

@@ -5,6 +5,8 @@ pred = stochbn.predict(model, stats, x)
 pred.probs, pred.entropy
 """
 
+from stochbn.assessment.assess import assess
+from stochbn.assessment.results import Assessment
 from stochbn.decisions import AbstainRule, FlagRule, abstain, flag, load_rule
 from stochbn.distributions.base import Distribution
 from stochbn.distributions.draws import Draws
@@ -36,6 +38,7 @@ __version__ = "0.1.0"
 
 __all__ = [
     "AbstainRule",
+    "Assessment",
     "Distribution",
     "Draws",
     "Empirical",
@@ -49,6 +52,7 @@ __all__ = [
     "Tracker",
     "Tuning",
     "abstain",
+    "assess",
     "aurc",
     "brier",
     "ece",

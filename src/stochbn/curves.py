@@ -85,7 +85,7 @@ def bin_confidence(pred: Prediction | Tensor, labels: Tensor, num_bins: int = 15
 
     counts = add(torch.ones_like(confidence))
     predicted = add(confidence).sum(0) / counts.sum(0)
-    return _share(predicted, add(correct), counts)
+    return find_share(predicted, add(correct), counts)
 
 
 def cover(pred: Prediction, labels: Tensor, num_levels: int = 15) -> Shares:
@@ -96,11 +96,11 @@ def cover(pred: Prediction, labels: Tensor, num_levels: int = 15) -> Shares:
     labels = like_outputs(labels.to(pred.mean.device), pred.mean, pred.link)
     distance = ((labels - pred.mean).abs() / pred.total_std).flatten(1).double()  # (N, P)
     inside = (distance.unsqueeze(2) <= within).double().sum(1)  # (N, B)
-    return _share(levels, inside, torch.full_like(inside, distance.shape[1]))
+    return find_share(levels, inside, torch.full_like(inside, distance.shape[1]))
 
 
-def _share(predicted: Tensor, hits: Tensor, counts: Tensor) -> Shares:
-    """Returns the share of hits among (N, B) counts, with intervals for inputs that vary as a whole."""
+def find_share(predicted: Tensor, hits: Tensor, counts: Tensor) -> Shares:
+    """Returns the share of hits among counts, both (N, B), with intervals for inputs that vary as a whole."""
     total, num_inputs = counts.sum(0), (counts > 0).sum(0)
     share = hits.sum(0) / total
     variance = (hits - share * counts).square().sum(0) / total.square()

@@ -6,7 +6,8 @@ import pytest
 
 import stochbn
 
-COMMANDS = ["demo", "data", "train", "evaluate", "report", "reproduce", "study", "fit", "tune", "predict", "export"]
+COMMANDS = ["demo", "data", "train", "evaluate", "report", "reproduce", "study", "fit", "tune", "assess", "predict"]
+COMMANDS += ["export"]
 
 
 def test_help_of_the_whole_names_every_command(run):

@@ -7,10 +7,11 @@ import typer
 
 from stochbn import __version__
 from stochbn.cli import experiments, models
+from stochbn.cli.assess import assess
 
 PANELS: dict[str, list[Callable[..., None]]] = {
     "See it work": [experiments.demo],
-    "A network of your own": [models.fit, models.tune, models.predict, models.export],
+    "A network of your own": [models.fit, models.tune, assess, models.predict, models.export],
     "The paper's experiments": [
         *(experiments.reproduce, experiments.data, experiments.train, experiments.evaluate, experiments.report),
         experiments.study,
@@ -31,9 +32,9 @@ def describe(
     """Predictive uncertainty for batch-normalised networks, without retraining them.
 
     `demo` shows the method in about two minutes. For a network of your own, `fit` comes first, `tune` is worth it if
-    you have held-out labels, and `predict` says how unsure each prediction is; `export` writes a file that does so
-    elsewhere. `reproduce` runs an experiment of the paper, of which `data`, `train`, `evaluate` and `report` are the
-    steps; `study` goes beyond the paper.
+    you have held-out labels, and `assess` writes a page on what the network may be trusted with. `predict` says how
+    unsure each prediction is; `export` writes a file that does so elsewhere. `reproduce` runs an experiment of the
+    paper, of which `data`, `train`, `evaluate` and `report` are the steps; `study` goes beyond the paper.
 
     Example: `stochbn demo`
     """

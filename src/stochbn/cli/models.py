@@ -87,7 +87,7 @@ def fit(
     options |= {"num_kept": num_kept, "conditioned": conditioned, "dropout": dropout}
     stats = stochbn.fit(model, loader, progress=sys.stderr.isatty(), **options)
     stats.save(out)
-    say(f"Fitted {stats}.\nWrote {out}")
+    say(f"Fitted {stats}.\nWrote {out}\nNext: stochbn tune with held-out labels, or stochbn predict.")
 
 
 def tune(
@@ -132,7 +132,7 @@ def tune(
     chosen = tuning.spread.values() if isinstance(tuning.spread, Mapping) else [tuning.spread]
     spreads = ", ".join(f"{spread:.3g}" for spread in chosen if spread is not None)
     level = f"temperature {tuning.temperature:.3g}" if tuning.noise is None else f"noise {tuning.noise:.3g}"
-    say(f"Chose spread {spreads}, {level}.\nWrote {out}")
+    say(f"Chose spread {spreads}, {level}.\nWrote {out}\nNext: stochbn assess with test data, or stochbn predict.")
 
 
 def predict(
