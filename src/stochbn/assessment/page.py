@@ -200,7 +200,8 @@ def _show(found: Assessment, picture: Picture) -> dict[str, Any]:
     pixels = picture.pixels.permute(1, 2, 0).numpy()  # (H, W, C)
     images = [_encode(pixels if pixels.shape[2] == 3 else pixels[:, :, 0], cmap="gray", vmin=0, vmax=1)]
     if picture.map is not None:
-        images.append(_encode(picture.map.numpy(), cmap="viridis", vmin=0))
+        highest = math.log(found.predictions["test"][found.chosen].probs.shape[1])  # the same for all pictures
+        images.append(_encode(picture.map.numpy(), cmap="viridis", vmin=0, vmax=highest))
     what = "std" if found.link == "identity" else "entropy"
     value = picture.uncertainty
     lines = [f"{what} {value:.3g}" if value >= 0.0005 or found.link == "identity" else f"{what} < 0.0005"]
