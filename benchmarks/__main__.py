@@ -26,8 +26,8 @@ from benchmarks.report import print_report
 from benchmarks.stages import GROWING, NUM_FIT_IMAGES, Settings, Update
 from benchmarks.subjects import KINDS, Subject
 from benchmarks.targets import add_fractions, judge
-from stochbn.experiments.report.figures import render
 from stochbn.experiments.report.tables import rounded
+from stochbn.pages.figures import render
 
 DEFAULT = Settings()
 # Takes seconds: it shows that everything runs, and its numbers mean nothing.

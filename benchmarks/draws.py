@@ -30,11 +30,11 @@ from stochbn.experiments.data.splits import Split, load_split, to_inputs
 from stochbn.experiments.evaluation.diagnostics import choose_rows
 from stochbn.experiments.evaluation.inference import fit, input_batches
 from stochbn.experiments.methods import BLUE, GREEN, ORANGE, PURPLE, VERMILION
-from stochbn.experiments.report.figures import FULL, STYLE, render
 from stochbn.experiments.report.scores import detect
 from stochbn.experiments.report.tables import rounded
 from stochbn.experiments.training.checkpoints import checkpoint_path, load_network
 from stochbn.experiments.training.recipes import RECIPES
+from stochbn.pages.figures import FULL, STYLE, render
 
 SIZES = (2, 4, 8, 16, 32, 64, 128)
 REPEATS = 10

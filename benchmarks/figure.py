@@ -26,7 +26,7 @@ from benchmarks.contenders import (
 from benchmarks.subjects import KINDS
 from benchmarks.targets import RATIOS, growth_medians
 from stochbn.experiments.methods import BLUE, GREEN, GREY, ORANGE, PURPLE, SKY, VERMILION
-from stochbn.experiments.report.figures import FULL, STYLE
+from stochbn.pages.figures import FULL, STYLE
 
 # Colour and marker both distinguish contenders.
 LOOKS: dict[str, dict[str, Any]] = {

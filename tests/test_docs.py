@@ -23,6 +23,7 @@ import stochbn
 import stochbn.testing
 from docs import picture
 from oracles import calibrate, small_cnn
+from stochbn import plots
 
 ROOT = Path(__file__).parent.parent
 DOCS = ROOT / "docs"
@@ -62,6 +63,7 @@ def given(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> dict[str, Any]:
         "train_loader": loader,
         "val_loader": loader,
         "test_loader": loader,
+        "strange_loader": [3 + torch.rand(16, 1, 8, 8) for _ in range(2)],
         "held_out_x": torch.rand(200, 1, 8, 8),
         "held_out_y": torch.randint(3, (200,)),
         "reg_loader": [(x, models[0](x).detach() + torch.randn(16, 3)) for x in data.tensors[0].split(16)],
@@ -86,7 +88,9 @@ def test_readme_code(given: dict[str, Any]) -> None:
 @pytest.mark.filterwarnings("ignore:The NLL is lowest at")
 @pytest.mark.filterwarnings("ignore:No threshold is shown to keep")
 def test_guide_code(given: dict[str, Any]) -> None:
-    assert run(DOCS / "guide.md", given) == 14
+    assert run(DOCS / "guide.md", given) == 16
+    assert Path("assessment/index.html").exists()
+    assert given["left"].get_xlabel() == "Confidence"
     assert not given["accept"](given["new"]).any(), "labels that are noise prove nothing"
     assert given["flag"](given["held_out"]).sum() == 9  # the tenth place is the new input's
     assert given["flagged"].shape == (4,)
@@ -195,9 +199,9 @@ def test_names_in_the_method_page_exist() -> None:
 
 def test_the_api_page_has_every_public_name_once() -> None:
     shown = re.findall(r"^::: stochbn\.([\w.]+)$", (DOCS / "api.md").read_text(), re.MULTILINE)
-    apart = {"distributed": stochbn.distributed, "testing": stochbn.testing}
-    inside = [f"{room}.{name}" for room, module in apart.items() for name in module.__all__]
-    assert sorted(shown) == sorted([*stochbn.__all__, *inside])
+    rooms = {"distributed": stochbn.distributed, "testing": stochbn.testing, "plots": plots}
+    others = [f"{room}.{name}" for room, module in rooms.items() for name in module.__all__]
+    assert sorted(shown) == sorted([*stochbn.__all__, *others])
 
 
 def test_examples_stand_in_a_section_that_the_site_knows() -> None:

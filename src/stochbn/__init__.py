@@ -6,6 +6,8 @@ pred.probs, pred.entropy
 """
 
 from stochbn import distributed as distributed
+from stochbn.assessment.assess import assess
+from stochbn.assessment.results import Assessment
 from stochbn.decisions import AbstainRule, FlagRule, abstain, flag, load_rule
 from stochbn.distributions.base import Distribution
 from stochbn.distributions.draws import Draws
@@ -37,6 +39,7 @@ __version__ = "0.1.0"
 
 __all__ = [
     "AbstainRule",
+    "Assessment",
     "Distribution",
     "Draws",
     "Empirical",
@@ -50,6 +53,7 @@ __all__ = [
     "Tracker",
     "Tuning",
     "abstain",
+    "assess",
     "aurc",
     "brier",
     "ece",

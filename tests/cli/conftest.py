@@ -61,6 +61,7 @@ NEEDED = {
     "fit": {"data": "data.npz", "batch_size": 16, "out": "net.sbn.safetensors"},
     "tune": {"stats": "net.sbn.safetensors", "data": "data.npz", "out": "tuned.sbn.safetensors"},
     "predict": {"data": "data.npz", "out": "pred.csv"},
+    "assess": {"train": "data.npz", "batch_size": 16, "test": "data.npz", "out": "assessment"},
     "export": {"data": "data.npz", "out": "net.onnx"},
 }
 

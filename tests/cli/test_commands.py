@@ -6,20 +6,8 @@ import pytest
 
 import stochbn
 
-COMMANDS = [
-    "demo",
-    "play",
-    "data",
-    "train",
-    "evaluate",
-    "report",
-    "reproduce",
-    "study",
-    "fit",
-    "tune",
-    "predict",
-    "export",
-]
+COMMANDS = ["demo", "play", "data", "train", "evaluate", "report", "reproduce", "study"]
+COMMANDS += ["fit", "tune", "assess", "predict", "export"]
 
 
 def test_help_of_the_whole_names_every_command(run):

@@ -127,7 +127,7 @@ def test_train_takes_its_options(run, monkeypatch):
     calls = []
     monkeypatch.setattr(
         "stochbn.experiments.training.train.train",
-        lambda *run, folder, console: calls.append((*run, folder)) or Path("p"),
+        lambda *run, folder, console, peers: calls.append((*run, folder)) or Path("p"),
     )
     used = []
     monkeypatch.setattr(torch, "set_num_threads", used.append)

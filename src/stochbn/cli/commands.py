@@ -7,13 +7,14 @@ import typer
 
 from stochbn import __version__
 from stochbn.cli import experiments, models
+from stochbn.cli.assess import assess
 from stochbn.cli.console import console
 from stochbn.cli.play import play
 from stochbn.cli.predict import predict
 
 PANELS: dict[str, list[Callable[..., None]]] = {
     "See it work": [experiments.demo, play],
-    "A network of your own": [models.fit, models.tune, predict, models.export],
+    "A network of your own": [models.fit, models.tune, assess, predict, models.export],
     "The paper's experiments": [
         *(experiments.reproduce, experiments.data, experiments.train, experiments.evaluate, experiments.report),
         experiments.study,
@@ -34,9 +35,10 @@ def describe(
     """Predictive uncertainty for batch-normalised networks, without retraining them.
 
     `demo` shows the method in about two minutes, and `play` lets you draw for its network. For a network of your own,
-    `fit` comes first, `tune` is worth it if you have held-out labels, and `predict` says how unsure each prediction is;
-    `export` writes a file that does so elsewhere. `reproduce` runs an experiment of the paper, of which `data`,
-    `train`, `evaluate` and `report` are the steps; `study` goes beyond the paper.
+    `fit` comes first, `tune` is worth it if you have held-out labels, and `assess` writes a page on what the network
+    may be trusted with. `predict` says how unsure each prediction is; `export` writes a file that does so elsewhere.
+    `reproduce` runs an experiment of the paper, of which `data`, `train`, `evaluate` and `report` are the steps;
+    `study` goes beyond the paper.
 
     Example: `stochbn demo`
     """

@@ -11,7 +11,8 @@ from stochbn.distributed.ranks import is_told
 EXTRAS = {
     "cli": ("numpy", "rich", "typer"),
     "play": ("starlette", "uvicorn"),
-    "experiments": ("PIL", "jinja2", "matplotlib", "pooch", "scipy", "sklearn"),
+    "plots": ("jinja2", "matplotlib"),
+    "experiments": ("PIL", "pooch", "scipy", "sklearn"),
 }
 
 

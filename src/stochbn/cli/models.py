@@ -154,8 +154,11 @@ def tune(
     spreads = ", ".join(f"{spread:.3g}" for spread in chosen if spread is not None)
     level = f"temperature {tuning.temperature:.3g}" if tuning.noise is None else f"noise {tuning.noise:.3g}"
     say(f"Chose spread {spreads}, {level}.\nWrote {', '.join(map(str, out))}")
+    if len(out) == 1:
+        assessing = _format_command("assess", factory, checkpoint=checkpoint, stats=out)
+        say(f"Next, to see what it may be trusted with: {assessing} --test TEST --out assessment")
     predicting = _format_command("predict", factory, checkpoint=checkpoint, stats=out)
-    say(f"Next: {predicting} --data TEST --out pred.csv")
+    say(f"Next, to use it: {predicting} --data TEST --out pred.csv")
     tell({"command": "tune", "out": out, **asdict(tuning)})
 
 

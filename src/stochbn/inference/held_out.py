@@ -202,7 +202,7 @@ class HeldOut:
         if is_softmax:
             wrong = probs.argmax(1) != labels  # (N, *)
         else:
-            wrong = (probs > 0.5) != _like_outputs(labels, probs, self.link).bool()  # (N, K, *)
+            wrong = (probs > 0.5) != like_outputs(labels, probs, self.link).bool()  # (N, K, *)
         return int(wrong.flatten(1).any(1).sum() if wrong.dim() > 1 else wrong.sum())
 
     def _moments(
@@ -214,7 +214,7 @@ class HeldOut:
             new = Moments.of(outputs.double()).scale(weight)
             found = found.merge(new) if found else new
         assert found is not None
-        labels = _like_outputs(labels, found.mean, self.link).double()
+        labels = like_outputs(labels, found.mean, self.link).double()
         if not labels.isfinite().all():
             raise ValueError("Expected finite labels, got NaN or Inf. Leave those inputs out.")
         return found, labels
@@ -236,7 +236,7 @@ def _label_probs(outputs: Tensor, labels: Tensor, link: Link) -> Tensor:
             )
         index = class_indices(outputs[0], labels).expand(len(outputs), *[-1] * (outputs.dim() - 1))
         return outputs.softmax(2).gather(2, index).squeeze(2)
-    labels = _like_outputs(labels, outputs[0], link)
+    labels = like_outputs(labels, outputs[0], link)
     if not ((labels == 0) | (labels == 1)).all():
         raise ValueError(
             f"Expected labels of 0 and 1 for link='sigmoid', got {labels.min()} to {labels.max()}. Pass link='softmax' "
@@ -245,7 +245,7 @@ def _label_probs(outputs: Tensor, labels: Tensor, link: Link) -> Tensor:
     return ((2 * labels.to(outputs) - 1) * outputs).sigmoid()  # of label 0 too, without 1 − p
 
 
-def _like_outputs(labels: Tensor, outputs: Tensor, link: Link) -> Tensor:
+def like_outputs(labels: Tensor, outputs: Tensor, link: Link) -> Tensor:
     """Returns labels in the shape of outputs, (N, …): of a single output they may be (N,)."""
     if labels.shape == outputs.shape:
         return labels

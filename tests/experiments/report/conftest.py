@@ -14,7 +14,7 @@ from torch.nn import functional as F
 
 from stochbn.experiments.files import PARTS, File, diagnostics_path, prediction_path
 from stochbn.experiments.methods import METHODS, SPREADS
-from stochbn.experiments.report import diagnostic_figures, figures
+from stochbn.experiments.report import diagnostic_figures, report
 from stochbn.experiments.report.collect import collect
 from stochbn.experiments.report.report import read_files, write_report
 from stochbn.experiments.report.scores import Results
@@ -191,7 +191,7 @@ def quiet() -> Console:
 @pytest.fixture
 def unrendered(monkeypatch):
     """Leaves out what takes most of the time, where a test does not look at the figures."""
-    monkeypatch.setattr(figures, "render", lambda figure: {"png": b"", "svg": b"<svg/>"})
+    monkeypatch.setattr(report, "render", lambda figure: {"png": b"", "svg": b"<svg/>"})
 
 
 @pytest.fixture(scope="session")

@@ -2,8 +2,16 @@ import pytest
 
 from stochbn.experiments.files import File
 from stochbn.experiments.report.collect import collect
-from stochbn.experiments.report.notes import describe_notes, describe_provenance, describe_title, summarise
+from stochbn.experiments.report.notes import (
+    describe_findings,
+    describe_notes,
+    describe_provenance,
+    describe_title,
+    summarise,
+)
+from stochbn.experiments.report.paper import Claim
 from stochbn.experiments.report.report import read_files
+from stochbn.experiments.report.scores import score
 
 
 def notes_of(folder, *, has_paper=True):
@@ -20,6 +28,18 @@ def test_what_was_chosen_is_listed(cifar5):
     assert "Deep Ensembles + temperature (3 of 6 networks): temperatures chosen" in text
     assert "Tuned SBN" not in text
     assert text.count("The end of what was tried") == 2
+
+
+def test_the_lead_says_what_was_found(results):
+    scores = score(results)
+    claims = [Claim("a", True, ""), Claim("b", False, ""), Claim("c", None, "")]
+    first, second = describe_findings(results, scores, claims)
+    before, after = (scores[key]["nll"].value for key in ("plain", "sbn"))
+    assert first.startswith(f"With SBN one network's NLL goes from {before:.4f} to {after:.4f}, its error from ")
+    assert "and its AUROC against out-of-domain inputs from " in first
+    best = min(scores, key=lambda key: scores[key]["nll"].value)
+    assert f"is that of {results.methods[best].label}." in second
+    assert second.endswith(" 1 of 2 claims that could be checked hold here.")
 
 
 def test_what_is_missing_is_listed(lenet5, make_files, tmp_path):

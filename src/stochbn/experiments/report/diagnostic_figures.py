@@ -1,19 +1,21 @@
-"""Figures of the measurements on one network: Appendices A and B, the effect of S and of M; and the gallery."""
+"""Figures of the measurements on one network: Appendix B, the effect of S and of M; and the gallery."""
 
 import math
 from typing import Any
 
 import matplotlib
 import numpy as np
-from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from matplotlib.ticker import MaxNLocator, NullLocator, ScalarFormatter
-from scipy import stats
 
+from stochbn import plots
+from stochbn.distributions.base import Layer
+from stochbn.distributions.empirical import Empirical
 from stochbn.experiments.files import File
 from stochbn.experiments.methods import GREEN, METHODS, ORANGE, PURPLE, SKY
-from stochbn.experiments.report.figures import FULL, NARROW, STYLE, line
-from stochbn.experiments.report.scores import Values
+from stochbn.experiments.report.figures import line
+from stochbn.pages.figures import FULL, INK, NARROW, STYLE
+from stochbn.statistics.moments import Moments
 
 GALLERY = {
     "certain test": "Known,\nmost certain",
@@ -43,8 +45,8 @@ def draw_effect(rows: list[dict[str, float]], key: str) -> Figure:
     right.set_title("AUROC by entropy")
     for axes in (left, middle, right):
         axes.set_xscale("log")
-        ticks = x if len(x) < 7 else [value for value in x if value in (1, 2, 5, 10, 20, 50, 100)]
-        axes.set_xticks(ticks)
+        # All of a few powers of two; of a longer range, 1, 10 and 100: more would touch each other.
+        axes.set_xticks(x if len(x) < 7 else [value for value in x if math.log10(value).is_integer()])
         axes.xaxis.set_major_formatter(ScalarFormatter())
         axes.xaxis.set_minor_locator(NullLocator())
         axes.ticklabel_format(axis="y", useOffset=False)
@@ -55,46 +57,26 @@ def draw_effect(rows: list[dict[str, float]], key: str) -> Figure:
 @matplotlib.rc_context(STYLE)
 def draw_statistics(file: File, layer: str) -> Figure:
     """Draws the density of a layer's real batch statistics against r(μ), above, and r(σ), below; a column a channel."""
-    tensors = {name: file.tensors[f"statistics/{layer}/{name}"].double().numpy() for name in _STATISTICS}
-    channels = tensors["channels"].astype(int)
+    tensors = {name: file.tensors[f"statistics/{layer}/{name}"].double() for name in _STATISTICS}
+    observed, count = tensors["observed"], float(len(tensors["observed"]))
+    moments = Moments(count, count, tensors["centre"], tensors["std"].square() * (count - 1))
+    stats = Empirical({layer: Layer(0.0, moments)}, 2, len(observed), observations=observed)
+    channels = tensors["channels"].long().tolist()
     figure = Figure(figsize=(FULL, 3.6), layout="constrained")
     grid = figure.subplots(2, len(channels), squeeze=False)
     for column, channel in enumerate(channels):
-        for row, symbol in enumerate("μσ"):
-            axes, observed = grid[row, column], tensors["observed"][:, row, column]
-            centre, std = tensors["centre"][row, column], tensors["std"][row, column]
-            if symbol == "σ":  # log(σ² + ε) is twice log σ
-                observed = np.exp(observed / 2)
-                fitted: Any = stats.lognorm(s=max(std / 2, 1e-12), scale=math.exp(centre / 2))
-            else:
-                fitted = stats.norm(centre, max(std, 1e-12))
-            distance = tensors["ks"][row, channel]
-            axes.set_title(f"channel {channel}, {'constant' if np.isnan(distance) else f'KS {distance:.3f}'}")
-            axes.set_xlabel(symbol)
-            _draw_density(axes, observed, fitted, constant=bool(np.isnan(distance)))
-    for axes in grid[:, 0]:
-        axes.set_ylabel("Density")
-    handles, labels = grid[0, 0].get_legend_handles_labels()
-    figure.legend(handles, labels, loc="outside upper center", ncols=2)
+        for row, of in enumerate(("mu", "sigma")):
+            axes, distance = grid[row, column], float(tensors["ks"][row, channel])
+            axes.set_prop_cycle(color=[SKY, GREEN])
+            plots.layer_statistics(axes, stats, layer, channel=column, of=of)  # type: ignore[arg-type]
+            axes.set_title(f"channel {channel}, {'constant' if math.isnan(distance) else f'KS {distance:.3f}'}")
+            axes.grid(False)
+            axes.spines["left"].set_visible(False)
+            axes.xaxis.set_major_locator(MaxNLocator(3))
+            axes.set_ylabel("" if column else "Density")
+    handles, _ = grid[0, 0].get_legend_handles_labels()
+    figure.legend(handles, ["Real mini-batches (KDE)", "Fitted r(μ), r(σ)"], loc="outside upper center", ncols=2)
     return figure
-
-
-def _draw_density(axes: Axes, observed: Values, fitted: Any, *, constant: bool) -> None:
-    axes.set_yticks([])
-    axes.grid(False)
-    axes.spines["left"].set_visible(False)
-    if constant or observed.std() <= 1e-7 * abs(observed.mean()):
-        axes.axvline(observed.mean(), color=GREEN, linestyle="--")
-        return
-    low, high = np.quantile(observed, [0.001, 0.999])
-    margin = 0.15 * (high - low)
-    points = np.linspace(low - margin, high + margin, 250)
-    density = stats.gaussian_kde(observed)(points)
-    axes.fill_between(points, density, color=SKY, alpha=0.35, linewidth=0)
-    axes.plot(points, density, color=SKY, linewidth=1, label="Real mini-batches (KDE)")
-    axes.plot(points, fitted.pdf(points), color=GREEN, linestyle="--", label="Fitted r(μ), r(σ)")
-    axes.set_ylim(bottom=0)
-    axes.xaxis.set_major_locator(MaxNLocator(4))
 
 
 @matplotlib.rc_context(STYLE)
@@ -113,37 +95,16 @@ def draw_distances(file: File) -> Figure:
             label = f"r({symbol})" if position == 0 else None
             axes.plot(jittered, distances, "o", color=colour, markersize=2, alpha=0.5, markeredgewidth=0, label=label)
             if len(distances):
-                look: Any = {f"{part}props": {"color": "black", "linewidth": 0.8} for part in ("box", "whisker", "cap")}
-                look |= {"medianprops": {"color": "black", "linewidth": 1.6}, "showfliers": False}
+                look: Any = {f"{part}props": {"color": INK, "linewidth": 0.8} for part in ("box", "whisker", "cap")}
+                look |= {"medianprops": {"color": INK, "linewidth": 1.6}, "showfliers": False}
                 axes.boxplot(distances, positions=[x], widths=0.3, **look)
-    axes.set_xticks(range(len(layers)), [short_name(layer) for layer in layers])
+    axes.set_xticks(range(len(layers)), [short_name(layer) for layer in layers], parse_math=False)
     if len(layers) > 6:
         axes.tick_params(axis="x", labelrotation=90)
     axes.set(xlim=(-0.6, len(layers) - 0.4), ylabel="KS distance")
     axes.set_ylim(bottom=0)
     axes.grid(False, axis="x")
     figure.legend(*axes.get_legend_handles_labels(), loc="outside upper center", ncols=2, markerscale=3)
-    return figure
-
-
-@matplotlib.rc_context(STYLE)
-def draw_bound(bound: dict[str, Any]) -> Figure:
-    """Draws the lower bound and the marginal log-likelihood with standard errors, at initialisation and trained."""
-    figure = Figure(figsize=(NARROW, 2.8), layout="constrained")
-    names = {"lower": "Lower bound\nE log p", "marginal": "Marginal\nlog E p"}
-    stages = (("before", "At initialisation"), ("after", "Trained"))
-    for axes, (stage, title) in zip(figure.subplots(1, 2), stages, strict=True):
-        for x, key in enumerate(names):
-            mean, deviation = bound[stage][key]
-            axes.errorbar(x, mean, deviation, fmt="o", color="black", capsize=4, markersize=6)
-        gap, deviation = bound[stage]["gap"]
-        axes.set_title(f"{title}\ngap {gap:.2g} ± {deviation:.1g}")
-        axes.set_xticks([0, 1], list(names.values()))
-        axes.set_xlim(-0.6, 1.6)
-        axes.margins(y=0.3)
-        axes.ticklabel_format(axis="y", useOffset=False)
-        axes.grid(False, axis="x")
-    figure.axes[0].set_ylabel("Log-likelihood of an input, nats")
     return figure
 
 
@@ -156,7 +117,8 @@ def draw_gallery(file: File) -> Figure:
     grid = figure.subplots(len(GALLERY), 6 if long else 8, squeeze=False)
     figure.subplots_adjust(left=0.155, right=0.99, top=0.99, bottom=0.1, wspace=0.12, hspace=0.6 if long else 0.75)
     for axes in grid.flat:
-        axes.set_axis_off()
+        axes.set(xticks=[], yticks=[])
+        axes.spines[:].set_visible(False)
     for row, (group, title) in zip(grid, GALLERY.items(), strict=True):
         images, entropies, predicted, labels = (file.tensors[f"gallery/{group}/{name}"] for name in _GALLERY)
         names = header["classes" if group.endswith(" test") else "out_of_domain_classes"]
@@ -164,10 +126,11 @@ def draw_gallery(file: File) -> Figure:
         for axes, image, h, guess, label in zip(row, images, entropies, predicted, labels, strict=False):
             pixels = image.permute(1, 2, 0).numpy()  # (H, W, C)
             axes.imshow(pixels if pixels.shape[2] == 3 else pixels[:, :, 0], cmap="gray", vmin=0, vmax=255)
+            axes.spines[:].set(visible=True, color="#808080")  # white letters would run into a white page
             arrow = "\n→ " if long else " → "
             entropy = f"{h:.2f}" if h >= 0.005 else "< 0.005"
             text = f"{names[int(label)]}{arrow}{header['classes'][int(guess)]}\n{entropy}"
-            axes.text(0.5, -0.06, text, transform=axes.transAxes, ha="center", va="top", fontsize=8)
+            axes.text(0.5, -0.06, text, transform=axes.transAxes, ha="center", va="top", fontsize=8, parse_math=False)
     return figure
 
 

@@ -1,48 +1,27 @@
 """Figures of predictions: entropy, calibration, rejection, training. One colour a method.
 
-Lines and colours are those of the table of methods. Sizes are those of print: text of 8 points or more on a page 6.5
-inches wide.
+Lines and colours are those of the table of methods. `stochbn.plots` draws the curves.
 """
 
-import io
 import math
 from typing import Any
 
 import matplotlib
 import numpy as np
-from matplotlib.axes import Axes
+import torch
 from matplotlib.figure import Figure
-from matplotlib.ticker import MaxNLocator
+from matplotlib.ticker import LogLocator, MaxNLocator, NullFormatter
+from torch import Tensor
 
+from stochbn import plots
+from stochbn.curves import bin_confidence
 from stochbn.experiments.files import File
 from stochbn.experiments.methods import METHODS, Method
 from stochbn.experiments.report.collect import has_dropout
-from stochbn.experiments.report.scores import NUM_BINS, Output, Results, Scored, Values, ecdf, find_bins
+from stochbn.experiments.report.scores import NUM_BINS, Results, Scored
+from stochbn.pages.figures import FULL, NARROW, STYLE, add_legend
+from stochbn.uncertainty import error
 
-FULL, NARROW = 6.5, 5.0  # inches
-STYLE: Any = {
-    "font.family": "DejaVu Sans",
-    "font.size": 9,
-    "axes.titlesize": 9,
-    "axes.labelsize": 9,
-    "xtick.labelsize": 8,
-    "ytick.labelsize": 8,
-    "legend.fontsize": 8,
-    "legend.frameon": False,
-    "legend.handlelength": 2.6,
-    "axes.spines.top": False,
-    "axes.spines.right": False,
-    "axes.linewidth": 0.7,
-    "axes.grid": True,
-    "axes.axisbelow": True,
-    "grid.color": "#e4e4e4",
-    "grid.linewidth": 0.6,
-    "lines.linewidth": 1.5,
-    "lines.markersize": 4,
-    "svg.hashsalt": "stochbn",
-}
-_NUM_POINTS = 400
-_MIN_IN_BIN = 20
 # Whose curves are drawn; more would hide each other, and are in the tables.
 _CURVES = {
     *("plain", "sbn", "tuned", "last", "last-tuned", "dropout", "dropout+sbn", "dropout+tuned"),
@@ -52,52 +31,25 @@ _CURVES = {
 _TUNED = {"last": "last-tuned", "ensemble+last": "ensemble+last-tuned"}
 
 
-def render(figure: Figure) -> dict[str, bytes]:
-    """Returns the figure as PNG and SVG, by file ending; the same bytes every time.
-
-    Examples:
-        >>> render(Figure(figsize=(1, 1)))["png"][1:4]
-        b'PNG'
-    """
-    metadata: dict[str, dict[str, Any]] = {"png": {"Software": None}, "svg": {"Date": None, "Creator": None}}
-    files = {}
-    with matplotlib.rc_context(STYLE):
-        engine = figure.get_layout_engine()
-        if engine is not None:  # arranges once, for both files
-            engine.execute(figure)
-            figure.set_layout_engine("none")
-        for kind, entries in metadata.items():
-            buffer = io.BytesIO()
-            figure.savefig(buffer, format=kind, dpi=200, metadata=entries)
-            files[kind] = buffer.getvalue()
-    return files
-
-
 @matplotlib.rc_context(STYLE)
 def draw_ecdf(results: Results, part: str) -> Figure:
-    """Draws the ECDF of the entropy on a part of the data, over all networks of a method; log axis for known data."""
+    """Draws the ECDF of the entropy over all networks of a method; of known data the share above, on a log axis."""
     figure = Figure(figsize=(NARROW, 3.6), layout="constrained")
-    axes = figure.subplots()
-    highest = math.log(len(results.header["classes"]))
-    known = part == "test"
-    thresholds = np.geomspace(1e-6, highest, _NUM_POINTS) if known else np.linspace(0, highest, _NUM_POINTS)
+    axes, is_known = figure.subplots(), part == "test"
     for scored in select_curves(results):
-        axes.plot(thresholds, ecdf(scored.pooled_entropy(part), thresholds), **line(scored.method, scored.short_label))
-    if known:
-        axes.set_xscale("log")
-    axes.set(
-        xlim=(thresholds[0], highest),
-        ylim=(0, 1.005),
-        xlabel="Entropy of the prediction, nats",
-        ylabel=f"Share of {'known' if known else 'out-of-domain'} inputs at or below",
-    )
-    _add_legend(figure, axes)
+        values = torch.from_numpy(scored.pooled_entropy(part))
+        plots.entropies(axes, values, complementary=is_known, **line(scored.method, scored.short_label))
+    axes.set_xlim(0, math.log(len(results.header["classes"])))
+    axes.set_ylabel(f"Share of {'known inputs above' if is_known else 'out-of-domain inputs at or below'}")
+    if is_known:
+        axes.set_ylim(bottom=1 / len(results.labels))  # an input, of as many as the test has
+    add_legend(figure, axes)
     return figure
 
 
 @matplotlib.rc_context(STYLE)
 def draw_reliability(results: Results) -> Figure:
-    """Draws accuracy against confidence in 15 equal bins, and the share of inputs in each; a column for each pair."""
+    """Draws accuracy against confidence in equal bins, and the share of inputs in each; a column for each group."""
     titles = {"network": "One network", "ensemble": "Deep Ensembles", "dropout": "Dropout"}
     columns: dict[str, list[Scored]] = {}
     for scored in select_curves(results):  # in the order of the titles
@@ -106,72 +58,43 @@ def draw_reliability(results: Results) -> Figure:
     grid = figure.subplots(2, len(columns), sharex=True, sharey="row", height_ratios=(2.4, 1), squeeze=False)
     edges = np.linspace(0, 1, NUM_BINS + 1)
     for (upper, lower), (title, members) in zip(grid.T, columns.items(), strict=True):
-        upper.plot([0, 1], [0, 1], color="black", linewidth=0.7, linestyle=":")
         for scored in members:
-            confidence, accuracy, share, count = bin_confidence(scored, results)
-            enough = count >= _MIN_IN_BIN
+            probs, labels = stack_networks(scored, results)
             look = line(scored.method, scored.short_label)
-            upper.plot(confidence[enough], accuracy[enough], marker="o", **look)
-            lower.stairs(np.maximum(share, 1e-9), edges, **look)
-        upper.set(title=title, xlim=(0, 1.02), ylim=(0, 1.02))
-        lower.set(yscale="log", ylim=(5e-5, 1.5), xlabel="Confidence")
+            plots.reliability(upper, probs, labels, num_bins=NUM_BINS, **look | {"linewidth": 0.8, "markersize": 3})
+            count = bin_confidence(probs, labels, NUM_BINS).count
+            lower.stairs((count / count.sum()).clamp_min(1e-9).numpy(), edges, **look)
+        upper.set(title=title, xlabel="", ylabel="")
+        lower.set(yscale="log", ylim=(5e-5, 1.5), xlabel="Confidence", xticks=[0, 0.5, 1])
+        lower.xaxis.set_major_formatter("{x:g}")
     grid[0, 0].set_ylabel("Accuracy")
     grid[1, 0].set_ylabel("Share of inputs")
-    _add_legend(figure, *grid[0])
+    add_legend(figure, *grid[0])
     return figure
 
 
-def bin_confidence(scored: Scored, results: Results) -> tuple[Values, Values, Values, Values]:
-    """Returns each bin's mean confidence, accuracy, share and number of inputs, over all networks of a method.
+def stack_networks(scored: Scored, results: Results) -> tuple[Tensor, Tensor]:
+    """Returns the probabilities that a method's networks give to test inputs, (N, K, R), and the labels, (N, R).
 
-    Examples:
-        >>> import torch
-        >>> output = {"test": Output(torch.tensor([[0.75, 0.25], [0.75, 0.25]]))}
-        >>> scored = Scored(METHODS["sbn"], (0,), (output,), (output,))
-        >>> results = Results({}, torch.tensor([0, 1]), {"sbn": scored}, False)
-        >>> [values[11].item() for values in bin_confidence(scored, results)]
-        [0.75, 0.5, 1.0, 2.0]
+    So networks are places of an input, which intervals do not take for independent.
     """
-    pairs = [output["test"].probs.double().max(1) for output in scored.outputs]
-    confidence = np.concatenate([found.values.numpy() for found in pairs])
-    correct = np.concatenate([(found.indices == results.labels).double().numpy() for found in pairs])
-    bins = find_bins(confidence)
-    count = np.bincount(bins, minlength=NUM_BINS).astype(np.float64)
-    sums = (np.bincount(bins, weights=values, minlength=NUM_BINS) for values in (confidence, correct))
-    mean_confidence, accuracy = (total / np.maximum(count, 1) for total in sums)
-    return mean_confidence, accuracy, count / len(bins), count
+    probs = torch.stack([output["test"].probs.double() for output in scored.outputs], dim=2)
+    return probs, results.labels.unsqueeze(1).expand(-1, probs.shape[2])
 
 
 @matplotlib.rc_context(STYLE)
 def draw_rejection(results: Results) -> Figure:
-    """Draws the accuracy on what is left when the inputs of highest entropy are rejected, the mean over networks."""
+    """Draws the error on what is answered when the inputs of highest entropy are rejected."""
     figure = Figure(figsize=(NARROW, 3.6), layout="constrained")
-    axes = figure.subplots()
-    curves = [
-        (scored, np.mean([accuracy_kept(output["test"], results) for output in scored.outputs], axis=0))
-        for scored in select_curves(results)
-    ]
-    worst = min(curve[0] for _, curve in curves)
-    num = len(results.labels)
-    for scored, curve in curves:
-        axes.plot(100 * np.arange(num) / num, 100 * curve, **line(scored.method, scored.short_label))
-    axes.set(
-        xlim=(0, min(50, max(2, 1000 * (1 - worst)))),
-        ylim=(None, 100 + 2 * (1 - worst)),
-        xlabel="Rejected, the most uncertain first, %",
-        ylabel="Accuracy on the rest, %",
-    )
-    _add_legend(figure, axes)
+    axes, worst = figure.subplots(), 0.0
+    for scored in select_curves(results):
+        probs, labels = stack_networks(scored, results)
+        worst = max(worst, float(error(probs, labels)))
+        plots.risk_coverage(axes, probs, labels, **line(scored.method, scored.short_label))
+    # Of ten times the error, rejected, the most certain half would show nothing.
+    axes.set(xlim=(100 - min(50, max(2, 1000 * worst)), 100), ylim=(0, 110 * worst or 1))
+    add_legend(figure, axes)
     return figure
-
-
-def accuracy_kept(output: Output, results: Results) -> Values:
-    """Returns the accuracy on the inputs that are kept when 0, 1, …, N − 1 of highest entropy are rejected."""
-    order = np.argsort(output.entropy, kind="stable")
-    correct = (output.probs.argmax(1) == results.labels).double().numpy()[order]
-    kept = np.arange(1, len(correct) + 1)
-    accuracies: Values = (np.cumsum(correct) / kept)[::-1]
-    return accuracies
 
 
 @matplotlib.rc_context(STYLE)
@@ -189,9 +112,10 @@ def draw_training(files: list[File]) -> Figure:
     has_training = any(file.header.get("train_loss") for file in files)
     axes.set(yscale="log", xlabel="Epoch", ylabel=f"{'' if has_training else 'Validation '}NLL, nats")
     axes.xaxis.set_major_locator(MaxNLocator(integer=True, steps=[1, 2, 5, 10]))
+    axes.yaxis.set_major_locator(LogLocator(subs=(1, 2, 5)))
     axes.yaxis.set_major_formatter("{x:g}")
-    axes.yaxis.set_minor_formatter("{x:g}")
-    _add_legend(figure, axes)
+    axes.yaxis.set_minor_formatter(NullFormatter())
+    add_legend(figure, axes)
     return figure
 
 
@@ -214,17 +138,3 @@ def line(method: Method, label: str | None = None) -> dict[str, Any]:
         "linestyle": method.line,
         "linewidth": 1.0 if method.key == "plain" else 1.5,
     }
-
-
-def _add_legend(figure: Figure, *axes: Axes) -> None:
-    """Adds one legend for all axes, above them, in as many columns as fit."""
-    handles = {label: handle for ax in axes for handle, label in zip(*ax.get_legend_handles_labels(), strict=True)}
-    columns = min(3, math.ceil(len(handles) / 2)) if len(handles) > 2 else len(handles)
-    while columns > 1:  # at 8 points: a line and the space around it 0.62 inches, a letter 0.06
-        parts = np.array_split(list(handles), columns)
-        if sum(0.62 + 0.06 * max(map(len, part)) for part in parts) <= figure.get_figwidth():
-            break
-        columns -= 1
-    more_rows = math.ceil(len(handles) / max(columns, 1)) - 2
-    figure.set_figheight(figure.get_figheight() + 0.16 * max(0, more_rows))  # two are in the figure's own height
-    figure.legend(list(handles.values()), list(handles), loc="outside upper center", ncols=columns)

@@ -5,7 +5,8 @@ from typing import Any
 
 from stochbn.experiments.files import File
 from stochbn.experiments.methods import METHODS
-from stochbn.experiments.report.scores import Chosen, Results, Scored
+from stochbn.experiments.report.paper import Claim
+from stochbn.experiments.report.scores import Chosen, Results, Scored, Scores
 from stochbn.experiments.training.recipes import EXPERIMENTS
 
 _NAMES = {
@@ -32,6 +33,26 @@ def describe_title(results: Results) -> str:
     if not results.has_out_of_domain:
         return known
     return f"{known} against {'its hidden classes' if other == data else other}"
+
+
+def describe_findings(results: Results, scores: Scores, claims: Sequence[Claim]) -> list[str]:
+    """Returns what was found, in sentences: what SBN does to one network, what predicts best, which claims hold."""
+    found = []
+    if "plain" in scores and "sbn" in scores:
+        shown = {"nll": "NLL goes from {:.4f} to {:.4f}", "error_percent": "error from {:.2f} % to {:.2f} %"}
+        shown["auroc_entropy"] = "AUROC against out-of-domain inputs from {:.3f} to {:.3f}"
+        parts = [
+            text.format(*(scores[method][key].value for method in ("plain", "sbn")))
+            for key, text in shown.items()
+            if key in scores["plain"]
+        ]
+        found.append(f"With SBN one network's {', its '.join(parts[:-1])}, and its {parts[-1]}.")
+    best = min(scores, key=lambda key: scores[key]["nll"].value)
+    found.append(f"The lowest NLL, {scores[best]['nll'].value:.4f}, is that of {results.methods[best].label}.")
+    if checked := [claim for claim in claims if claim.holds is not None]:
+        num_held = sum(claim.holds is True for claim in checked)
+        found[-1] += f" {num_held} of {len(checked)} claims that could be checked hold here."
+    return found
 
 
 def describe_provenance(files: Sequence[File], results: Results) -> dict[str, Any]:

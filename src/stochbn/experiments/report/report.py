@@ -6,7 +6,6 @@ writes `table.md`, `table.csv`, `scores.json`, `figures/` and `report.html` besi
 the same bytes.
 """
 
-import base64
 import hashlib
 import json
 from collections.abc import Iterator
@@ -16,7 +15,6 @@ from pathlib import Path
 from typing import Any
 from urllib.parse import quote
 
-import jinja2
 from matplotlib.figure import Figure
 from rich.console import Console
 
@@ -26,14 +24,23 @@ from stochbn.experiments.files import File, diagnostics_path
 from stochbn.experiments.report import diagnostic_figures, figures, tables
 from stochbn.experiments.report.collect import collect, select_exact
 from stochbn.experiments.report.differences import Difference, compare
-from stochbn.experiments.report.notes import describe_notes, describe_provenance, describe_title, summarise
+from stochbn.experiments.report.notes import (
+    describe_findings,
+    describe_notes,
+    describe_provenance,
+    describe_title,
+    summarise,
+)
 from stochbn.experiments.report.paper import Papers, check_claims, check_reproduction, set_beside
 from stochbn.experiments.report.scores import METRICS, Results, Scores, score
 from stochbn.experiments.training.recipes import EXPERIMENTS
+from stochbn.pages.figures import render
+from stochbn.pages.page import Grid, embed, render_page
 
 _FIGURES = {
     *("ecdf-out-of-domain", "ecdf-known", "reliability", "rejection", "training"),
-    *("samples", "batch-size", "ks", "bound", "gallery"),
+    *("samples", "batch-size", "ks", "gallery"),
+    "bound",  # which earlier reports had
 }
 
 
@@ -77,18 +84,24 @@ def _write_report(folder: Path, files: list[File], diagnostics: File | None, con
         "second": tables.table_2(results, scores),
         "claims": tables.claims_table(claims),
         "differences": tables.differences_table(differences, labels).transposed(),
-        "exact": tables.table_2(exact, exact_scores, marks_best=False) if exact else tables.Grid([], []),
+        "exact": tables.table_2(exact, exact_scores, marks_best=False) if exact else Grid([], []),
         "training": tables.training_table(files, results),
     }
     notes, appendices = describe_notes(results, has_paper=bool(papers)), tables.appendix_tables(measured)
     shown = [grid for grid in (*grids.values(), *appendices) if grid.rows]
-    page = _render_page(
+    # On the page methods are rows, and what is of known data stands apart: a table fits a screen.
+    grids["second"] = tables.table_2(results, scores, of="test").transposed()
+    detection = tables.table_2(results, scores, of="out-of-domain")
+    grids["detection"] = detection.transposed() if detection.rows else detection
+    grids["bound"] = next((grid for grid in appendices if grid.header[0].startswith("Appendix A")), Grid([], []))
+    page = render_page(
+        "stochbn.experiments.report",
+        "report.html.j2",
         **grids,
         title=title,
         header=results.header,
         num_exact=len(exact.labels) if exact else 0,
-        num_held=sum(claim.holds is True for claim in claims),
-        num_checked=sum(claim.holds is not None for claim in claims),
+        findings=describe_findings(results, scores, claims),
         notes=notes,
         metrics=METRICS,
         images=_write_figures(folder, draw_all(results, files, diagnostics)),
@@ -166,8 +179,6 @@ def _draw_diagnostics(diagnostics: File) -> dict[str, Figure]:
             name = f"statistics-{diagnostic_figures.short_name(layer)}"
             drawn[name] = diagnostic_figures.draw_statistics(diagnostics, layer)
         drawn["ks"] = diagnostic_figures.draw_distances(diagnostics)
-    if "bound" in header:
-        drawn["bound"] = diagnostic_figures.draw_bound(header["bound"])
     if "gallery" in header:
         drawn["gallery"] = diagnostic_figures.draw_gallery(diagnostics)
     return drawn
@@ -197,29 +208,17 @@ def _blaming(path: Path | None) -> Iterator[None]:
         raise DataError(f"Expected to report {path}, got something beyond it ({reason}). Evaluate again.") from error
 
 
-def _render_page(**content: Any) -> str:
-    """Renders the page, which needs nothing outside itself."""
-    environment = jinja2.Environment(
-        loader=jinja2.PackageLoader("stochbn.experiments.report", ""),
-        autoescape=True,
-        undefined=jinja2.StrictUndefined,
-        trim_blocks=True,
-        lstrip_blocks=True,
-    )
-    return environment.get_template("report.html.j2").render(**content) + "\n"
-
-
 def _write_figures(folder: Path, drawn: dict[str, Figure]) -> dict[str, str]:
     """Writes each figure as PNG and SVG, removes those of an earlier report, and returns the SVGs as data URIs."""
     images, written = {}, set()
-    rendered = {name: figures.render(figure) for name, figure in drawn.items()}  # before any is replaced
+    rendered = {name: render(figure) for name, figure in drawn.items()}  # before any is replaced
     for name, formats in rendered.items():
         for kind, content in formats.items():
             file_name = f"{to_file_name(name)}.{kind}"
             _write(folder, f"figures/{file_name}", content)
             written.add(file_name)
             if kind == "svg":
-                images[name] = f"data:image/svg+xml;base64,{base64.b64encode(content).decode()}"
+                images[name] = embed(content, "svg+xml")
     for path in (folder / "figures").iterdir():
         ours = path.stem in _FIGURES or path.stem.startswith("statistics-")
         if ours and path.suffix in (".png", ".svg") and path.name not in written:

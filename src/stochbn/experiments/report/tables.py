@@ -4,7 +4,7 @@ import csv
 import io
 import re
 from collections.abc import Mapping, Sequence
-from dataclasses import astuple, dataclass
+from dataclasses import astuple
 from typing import Any
 
 from rich import box
@@ -17,6 +17,7 @@ from stochbn.experiments.report.collect import has_dropout
 from stochbn.experiments.report.differences import Difference
 from stochbn.experiments.report.paper import Claim, Papers, PaperScore
 from stochbn.experiments.report.scores import METRICS, Metric, Results, Score, Scores, log_loss
+from stochbn.pages.page import Grid
 
 _TABLE_1 = ("error_percent", "nll", "entropy_out_of_domain")
 _BOUND = ("lower", "marginal", "gap")
@@ -40,20 +41,6 @@ _PRINTED = {
 _VERDICTS = {True: "holds", False: "does not hold", None: "not measured"}
 
 
-@dataclass(frozen=True)
-class Grid:
-    """A table as text; `bold` marks cells, by row and column."""
-
-    header: list[str]
-    rows: list[list[str]]
-    bold: frozenset[tuple[int, int]] = frozenset()
-
-    def transposed(self) -> "Grid":
-        """Returns the same table with rows as columns."""
-        (*header,), *rows = zip(self.header, *self.rows, strict=True)
-        return Grid(header, [list(row) for row in rows], frozenset((j - 1, i + 1) for i, j in self.bold))
-
-
 def table_1(results: Results, scores: Scores, papers: Papers) -> Grid:
     """Lays out the paper's Table 1 and its median out-of-domain entropies, a row for each method: ours, then theirs."""
     metrics = [metric for metric in _list_metrics(scores) if metric.key in _TABLE_1]
@@ -72,10 +59,15 @@ def table_1(results: Results, scores: Scores, papers: Papers) -> Grid:
     return Grid(header, rows)
 
 
-def table_2(results: Results, scores: Scores, *, marks_best: bool = True) -> Grid:
-    """Lays out every metric in a row, every method in a column; the best of each row is bold."""
+def table_2(results: Results, scores: Scores, *, marks_best: bool = True, of: str | None = None) -> Grid:
+    """Lays out every metric in a row, every method in a column; the best of each row is bold.
+
+    `of` has those metrics alone that are of the known data, "test", or also of others, "out-of-domain".
+    """
     rows, bold = [], set()
     for metric in _list_metrics(scores):
+        if of is not None and of != metric.parts[-1]:
+            continue
         found = [row.get(metric.key) for row in scores.values()]
         rows.append([metric.label, *(score_text(one, metric.digits) for one in found)])
         if metric.better and marks_best:

@@ -38,12 +38,13 @@ def ece_by_chance(each: Sequence[Tensor], num_resamples: int = 100) -> Chance:
 
 
 def measure_draws(networks: Sequence[Draws], labels: Tensor) -> tuple[FirstDraws, ...]:
-    """Scores the first draws of a method's networks, 4, 8, 16 and so on: the mean over networks."""
+    """Scores the first draws of a method's networks, 4, 8, 16 and so on, with their ± over networks."""
     most = min(len(draws.files[0].tensors["test"]) for draws in networks)
     rows = []
     for count in (*(2**power for power in range(2, most.bit_length()) if 2**power < most), most):
         each = [measure({part: draws.average(part, 1.0, count) for part in PARTS}, labels) for draws in networks]
-        rows.append(FirstDraws(count, mean_scores(each)))
+        std = {key: float(np.std([one[key] for one in each], ddof=1)) for key in each[0]} if len(each) > 1 else {}
+        rows.append(FirstDraws(count, mean_scores(each), std))
     return tuple(rows)
 
 

@@ -90,10 +90,11 @@ class Limit:
 
 @dataclass(frozen=True)
 class FirstDraws:
-    """The scores of a method's first draws, the mean over networks."""
+    """The scores of a method's first draws: the mean over networks, and the standard deviation if there are several."""
 
     num_samples: int
     scores: dict[str, float]
+    std: dict[str, float]
 
 
 @dataclass(frozen=True)

@@ -5,13 +5,13 @@ from pathlib import Path
 from rich.console import Console
 
 from stochbn.experiments.data.sources import write_atomically
-from stochbn.experiments.report.figures import render
 from stochbn.experiments.study.draws import Sizes, Study
 from stochbn.experiments.study.figures import draw_figures
 from stochbn.experiments.study.measure import measure_study
 from stochbn.experiments.study.results import Results
 from stochbn.experiments.study.tables import describe
 from stochbn.experiments.training.recipes import Experiment
+from stochbn.pages.figures import render
 
 
 def run_study(

@@ -8,8 +8,9 @@ import numpy as np
 from stochbn.experiments.data.corruptions import CORRUPTIONS, STRENGTHS
 from stochbn.experiments.methods import METHODS
 from stochbn.experiments.report.scores import METRICS, mean_scores
-from stochbn.experiments.report.tables import Grid, differences_table, score_text, to_markdown
+from stochbn.experiments.report.tables import differences_table, score_text, to_markdown
 from stochbn.experiments.study.results import Quality, Results, Row
+from stochbn.pages.page import Grid
 
 # Some scores, with their column, a factor, and digits.
 _SOME = (

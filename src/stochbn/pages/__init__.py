@@ -1,0 +1,1 @@
+"""Tables, figures and words → one page that needs nothing outside itself."""
