@@ -1,7 +1,9 @@
 """Capturing and folding: any batch size, what is refused and why, and that graphs hold on to nothing."""
 
+import copy
 import gc
 import weakref
+from collections.abc import Callable
 
 import pytest
 import torch
@@ -214,3 +216,53 @@ def test_graphs_of_a_model_are_bounded(images: list[Tensor], monkeypatch: pytest
     for side in (6, 7, 8):
         stochbn.predict(model, stats, torch.randn(2, 2, side, side), num_samples=3)
     assert len(network._GRAPHS[model]) == 2
+
+
+@pytest.fixture
+def passes(monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    """Notes the path of each batch."""
+    taken: list[str] = []
+    for path, name in (("captured", "_run_graph"), ("stacked", "_take_stacking")):
+        run = getattr(network.Network, name)
+
+        def note(*args: object, path: str = path, run: Callable[..., object] = run, **options: object) -> object:
+            taken.append(path)
+            return run(*args, **options)
+
+        monkeypatch.setattr(network.Network, name, note)
+    return taken
+
+
+def small_call(model: nn.Module, x: Tensor, num_samples: int) -> int:
+    return num_samples * (len(x) * sum(p.numel() for p in model.parameters()) + network.USES_A_VALUE * x.numel())
+
+
+def test_small_calls_are_captured_once_they_have_cost_as_much(
+    images: list[Tensor], passes: list[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    model = calibrate(Base(), images)
+    stats = stochbn.fit(model, images, progress=False)
+    monkeypatch.setattr(network, "WORTH_CAPTURING", 2.5 * small_call(model, images[0], 4))
+    found = [stochbn.predict(model, stats, images[0], num_samples=4, seed=1).samples for _ in range(4)]
+    assert passes == ["stacked", "stacked", "captured", "captured"]
+    assert torch.equal(found[0], found[1])
+    assert torch.equal(found[2], found[3])
+    expected = naive(model, stats.sample(4, seed=1), images[0])
+    for samples in found:
+        torch.testing.assert_close(samples, expected, **ROUNDING)
+    passes.clear()
+    stochbn.predict(model, stats, images[0][:1], num_samples=1)  # smaller, but of this form
+    stochbn.predict(model, stats, images[0][..., 1:], num_samples=4)  # another form, which starts from nothing
+    stochbn.predict(copy.deepcopy(model), stats, images[0], num_samples=4)
+    assert passes == ["captured", "stacked", "stacked"]
+
+
+def test_the_batches_of_a_call_take_one_path(
+    images: list[Tensor], passes: list[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    model = calibrate(Base(), images)
+    stats = stochbn.fit(model, images, progress=False)
+    monkeypatch.setattr(network, "WORTH_CAPTURING", 3.5 * small_call(model, images[0], 4))
+    for _ in range(2):
+        stochbn.predict(model, stats, images[:3], num_samples=4)
+    assert passes == 3 * ["stacked"] + 3 * ["captured"]

@@ -2,7 +2,11 @@
 
 Two paths lead there. A pass that is worth it is captured once, as a graph with the draws folded into its batch
 (`graph`). What cannot be captured, or is over sooner than a capture, runs stacked on a twin of the model (`stacking`).
-Which one depends on the model and on the call, never on what was called before, so equal calls give equal bits.
+Both give the same numbers, to rounding, and a call takes one of them.
+
+The rule: a pass is captured once it has cost about as much as a capture, counting earlier calls with inputs of this
+form and all that the call at hand will bring. So no more time is lost by waiting too long than a capture takes. What is
+to be called often, as a `Predictor` is, captures at once.
 """
 
 import copy
@@ -37,8 +41,8 @@ from stochbn.statistics.restoring import raise_if_interrupted, run_uninterrupted
 
 log = logging.getLogger("stochbn")
 
-# A capture takes about as long as this many uses of a parameter, one for each parameter, draw and input; an input value
-# counts like so many parameters, which makes up for convolutions.
+# Work is counted in uses of a parameter, one for each parameter, draw and input; an input value counts like so many
+# parameters, which makes up for convolutions. A capture takes about as long as this much of it.
 WORTH_CAPTURING = 10**9
 USES_A_VALUE = 64
 # A chunk of draws has at least so many rows, so that weights are not read more often than they need be, and more while
@@ -99,12 +103,21 @@ class Network:
         self._maps: dict[Hashable, list[Tensor | None]] = {}
         self._num_kept = 0  # numbers in these
         self._idle: list[Stacking] = []
+        self._work_before: dict[_Graph, float] = {}  # what earlier calls did, by the graph that would have served them
         self._compiled_rows = 0
         if isinstance(source, Distribution):
             warn_of_dropout(source, dropout, stacklevel=5)
 
     def __getstate__(self) -> dict[str, Any]:
-        return vars(self) | {"_identity": None, "_tensors": {}, "_maps": {}, "_num_kept": 0, "_idle": []}
+        fresh: dict[str, Any] = {
+            "_identity": None,
+            "_tensors": {},
+            "_maps": {},
+            "_num_kept": 0,
+            "_idle": [],
+            "_work_before": {},
+        }
+        return vars(self) | fresh
 
     def to(self, device: torch.device) -> "Network":
         """Returns the same with a copy of the model on another device."""
@@ -144,17 +157,18 @@ class Network:
         """
         with torch.no_grad():
             graph = self._find_graph(item)
-            if graph.captured is None:
+            if not self._capture_once(graph, item):
                 raise CaptureError(graph.problem)
+            assert graph.captured is not None
             tensors = self._model_tensors(graph)
             return Prepared(graph.captured, tensors, self._find_maps(graph, 0, self.num_draws, tensors))
 
     def _run(self, item: Any, chunk_size: int | None, first: int, last: int, wants_gradient: bool) -> Iterator[Tensor]:
         # Gradients take the other path, where they stop or go through as the model's author meant it.
         if self.is_drawn and not wants_gradient:
-            captures = self._compiles or (chunk_size != 1 and self._is_worth_capturing(item, last - first))
-            graph = self._find_graph(item) if captures else None
-            if graph is not None and graph.captured is not None:
+            graph = None if chunk_size == 1 and not self._compiles else self._find_graph(item)
+            captures = graph is not None and self._is_worth_capturing(graph, item, last - first)
+            if graph is not None and captures and self._capture_once(graph, item):
                 yield from self._run_graph(graph, item, chunk_size, first, last, compiles=self._compiles)
                 return
             if graph is not None and self._compiles:
@@ -183,12 +197,15 @@ class Network:
             is_kept = self._num_batches != 1
             return Stacking(self.model, self.call, self._seed if self.dropout else None, is_kept=is_kept)
 
-    def _is_worth_capturing(self, item: Any, num_draws: int) -> bool:
-        if self._num_batches is None:
+    def _is_worth_capturing(self, graph: "_Graph", item: Any, num_draws: int) -> bool:
+        """Applies the rule, and counts the work that is about to be done."""
+        if self._num_batches is None or self._compiles:
             return True
         values = sum(tensor.numel() for tensor in tensors_in(item))
-        uses = num_examples(item) * self._num_parameters + USES_A_VALUE * values
-        return self._num_batches * num_draws * uses > WORTH_CAPTURING
+        work = num_draws * (num_examples(item) * self._num_parameters + USES_A_VALUE * values)
+        before = self._work_before.setdefault(graph, graph.work)  # not that of this call, which has one path
+        graph.work += work
+        return before + self._num_batches * work > WORTH_CAPTURING
 
     def _stack_size(self, item: Any) -> int:
         values = sum(tensor.numel() * tensor.element_size() for tensor in tensors_in(item))
@@ -234,7 +251,7 @@ class Network:
             yield outputs.unflatten(0, (stop - begin, -1))[start - begin :, :count]
 
     def _find_graph(self, item: Any) -> "_Graph":
-        """Returns the graph of a pass over such items, captured when it is first asked for."""
+        """Returns the graph of a pass over such items, which may have to be captured yet."""
         if getattr(_STATE, "is_capturing", False):  # a forward pass that predicts in turn: torch.export is busy
             return _Graph("it is called within a capture")
         try:
@@ -252,10 +269,14 @@ class Network:
             graphs.move_to_end(key)
             if len(graphs) > MAX_GRAPHS:
                 graphs.popitem(last=False)
+        return graph
+
+    def _capture_once(self, graph: "_Graph", item: Any) -> bool:
+        """Captures a graph if nobody did or tried; returns whether there is one."""
         with graph.lock:
             if not graph.is_done:
-                run_uninterrupted(partial(self._capture, graph, item), device, TRACING)
-        return graph
+                run_uninterrupted(partial(self._capture, graph, item), self.device.type, TRACING)
+        return graph.captured is not None
 
     def _capture(self, graph: "_Graph", item: Any) -> None:
         _STATE.is_capturing = True
@@ -283,6 +304,7 @@ class Network:
         if graph.captured is None:
             graph.problem = problem.strip().splitlines()[0]
             log.info("%s is not captured: %s", type(self.model).__name__, graph.problem)
+        graph.work = math.inf  # later calls need not wait
         graph.is_done = True
 
     def _pass(self, graph: "_Graph", draws: Drawn, item: Any) -> Tensor:
@@ -356,6 +378,7 @@ class _Graph:
         self.is_reordered = False  # whether convolutions may be channels-last: then it is the same
         self.problem = problem
         self.is_done = bool(problem)
+        self.work = 0.0  # that calls did which it would have served
         self.code = Code()
         self.lock = threading.Lock()
 
