@@ -2,6 +2,9 @@
 
 import copy
 import gc
+import platform
+import subprocess
+import sys
 import weakref
 from collections.abc import Callable
 
@@ -266,3 +269,48 @@ def test_the_batches_of_a_call_take_one_path(
     for _ in range(2):
         stochbn.predict(model, stats, images[:3], num_samples=4)
     assert passes == 3 * ["stacked"] + 3 * ["captured"]
+
+
+def test_maps_are_kept_for_as_many_inputs_as_there_is_room_for(
+    images: list[Tensor], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    model = calibrate(Base(), images)
+    predictor = stochbn.Predictor(model, stochbn.fit(model, images, progress=False), num_samples=3)
+    (prepared,) = predictor._networks
+    monkeypatch.setattr(network, "KEPT_NUMBERS", 2 * 3 * 4 * 2)  # of two forms: draws, channels, scale and shift
+    made = []
+    make = prepared._make_maps
+    monkeypatch.setattr(prepared, "_make_maps", lambda *args: made.append(args) or make(*args))
+    for sides, expected in (([6, 7, 6, 7], 2), ([8], 3), ([8, 8], 3)):
+        for side in sides:
+            x = torch.randn(2, 2, side, side)
+            torch.testing.assert_close(predictor(x).mean, predictor(x).mean)
+        assert len([args for args in made if len(args[1].indices) == 3]) == expected
+    assert prepared._num_kept == 3 * 4 * 2
+    monkeypatch.setattr(network, "KEPT_NUMBERS", 3)  # not even all draws of one
+    for _ in range(2):
+        predictor(torch.randn(2, 2, 9, 9))
+    assert prepared._num_kept == 3 * 4 * 2
+
+
+FAULTS = """
+import resource, torch, stochbn
+from torch import nn
+
+torch.set_num_threads(1)
+model = nn.Sequential(nn.Linear(8, 500), nn.BatchNorm1d(500), nn.ReLU(), nn.Linear(500, 10)).eval()
+stats = stochbn.fit(model, [torch.randn(16, 8) for _ in range(4)], conditioned=True, progress=False)
+predictor, x = stochbn.Predictor(model, stats, num_samples=256, keep_samples=False), torch.randn(16, 8)
+for _ in range(5):
+    predictor(x)
+before = resource.getrusage(resource.RUSAGE_SELF).ru_minflt
+for _ in range(20):
+    predictor(x)
+print((resource.getrusage(resource.RUSAGE_SELF).ru_minflt - before) / 20)
+"""
+
+
+@pytest.mark.skipif(platform.libc_ver()[0] != "glibc", reason="it is glibc that hands memory back")
+def test_calls_do_not_ask_the_system_for_memory_again_and_again() -> None:
+    done = subprocess.run([sys.executable, "-W", "ignore", "-c", FAULTS], check=True, capture_output=True, text=True)
+    assert float(done.stdout) < 500  # 8 MB of activations are 2,048 pages

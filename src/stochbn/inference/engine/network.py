@@ -51,6 +51,7 @@ CHUNK_ROWS = 64
 CHUNK_BYTES = 2**21
 STACKED_BYTES = 2**25  # on a twin, where values are only guessed: each input value becomes USES_A_VALUE
 KEPT_NUMBERS = 2**23  # of the maps that are kept for later calls (32 MB)
+FREED_BYTES = 31 * 2**20
 MAX_GRAPHS = 16  # of a model; then the oldest goes
 
 
@@ -214,11 +215,12 @@ class Network:
     def _stack_if_possible(self, stacking: Stacking, draws: Drawn, item: Any) -> Tensor:
         if self.model in _UNSTACKABLE:
             return stacking.run_one_by_one(draws, item)
-        try:
-            return stacking.run(draws, item)
-        except Exception as error:  # whatever it is, the loop below runs the model as its author meant it
-            raise_if_interrupted(error)
-            problem = error
+        for _ in range(2):  # what fails once, for lack of memory, say, is not the model's fault
+            try:
+                return stacking.run(draws, item)
+            except Exception as error:  # whatever it is, the loop below runs the model as its author meant it
+                raise_if_interrupted(error)
+                problem = error
         outputs = stacking.run_one_by_one(draws, item)
         _UNSTACKABLE.add(self.model)
         warnings.warn(
@@ -304,6 +306,9 @@ class Network:
         if graph.captured is None:
             graph.problem = problem.strip().splitlines()[0]
             log.info("%s is not captured: %s", type(self.model).__name__, graph.problem)
+        # glibc hands freed memory back to the system, and a page fault for each 4 kB brings it back, unless a larger
+        # block was freed once (32 MB at most). Values of a chunk come and go in every call, so they took most of it.
+        torch.empty(FREED_BYTES, dtype=torch.uint8, device="cpu")
         graph.work = math.inf  # later calls need not wait
         graph.is_done = True
 
@@ -346,7 +351,9 @@ class Network:
             assert graph.captured is not None
             maps = self._make_maps(graph.captured, self._sampler.take(start, stop), tensors)
             numbers = sum(value.numel() for value in maps if value is not None)
-            if self._num_kept + numbers <= KEPT_NUMBERS:
+            if numbers * self.num_draws <= KEPT_NUMBERS * (stop - start):  # or draws would push each other out
+                if self._num_kept + numbers > KEPT_NUMBERS:  # of other inputs or chunks: begin anew
+                    self._maps, self._num_kept = {}, 0
                 self._num_kept += numbers
                 self._maps[graph, start, stop] = maps
         return maps
