@@ -225,7 +225,7 @@ def test_graphs_of_a_model_are_bounded(images: list[Tensor], monkeypatch: pytest
 def passes(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     """Notes the path of each batch."""
     taken: list[str] = []
-    for path, name in (("captured", "_run_graph"), ("stacked", "_take_stacking")):
+    for path, name in (("captured", "_run_captured"), ("stacked", "_run_stacked")):
         run = getattr(network.Network, name)
 
         def note(*args: object, path: str = path, run: Callable[..., object] = run, **options: object) -> object:
@@ -286,11 +286,11 @@ def test_maps_are_kept_for_as_many_inputs_as_there_is_room_for(
             x = torch.randn(2, 2, side, side)
             torch.testing.assert_close(predictor(x).mean, predictor(x).mean)
         assert len([args for args in made if len(args[1].indices) == 3]) == expected
-    assert prepared._num_kept == 3 * 4 * 2
+    assert prepared._kept.num_numbers == 3 * 4 * 2
     monkeypatch.setattr(network, "KEPT_NUMBERS", 3)  # not even all draws of one
     for _ in range(2):
         predictor(torch.randn(2, 2, 9, 9))
-    assert prepared._num_kept == 3 * 4 * 2
+    assert prepared._kept.num_numbers == 3 * 4 * 2
 
 
 FAULTS = """
