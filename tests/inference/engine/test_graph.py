@@ -314,3 +314,14 @@ print((resource.getrusage(resource.RUSAGE_SELF).ru_minflt - before) / 20)
 def test_calls_do_not_ask_the_system_for_memory_again_and_again() -> None:
     done = subprocess.run([sys.executable, "-W", "ignore", "-c", FAULTS], check=True, capture_output=True, text=True)
     assert float(done.stdout) < 500  # 8 MB of activations are 2,048 pages
+
+
+def test_what_an_interrupted_call_went_on_to_capture_is_not_captured_again(images: list[Tensor]) -> None:
+    model = calibrate(Base(), images)
+    (prepared,) = stochbn.Predictor(model, stochbn.fit(model, images, progress=False))._networks
+    graph = prepared._find_graph(images[0])
+    prepared._capture(graph, images[0])
+    captured = graph.captured
+    assert captured is not None
+    prepared._capture(graph, images[0])
+    assert graph.captured is captured

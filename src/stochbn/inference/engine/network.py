@@ -255,11 +255,13 @@ class Network:
     def _capture_once(self, graph: "_Graph", item: Any) -> Captured | None:
         """Captures a graph if nobody did or tried; returns it, if there is one."""
         with graph.lock:
-            if graph.captured is None and not graph.problem:
+            if graph.captured is None and not graph.problem:  # or a thread is started in vain
                 run_uninterrupted(partial(self._capture, graph, item), self.device.type, TRACING)
         return graph.captured
 
     def _capture(self, graph: "_Graph", item: Any) -> None:
+        if graph.captured is not None or graph.problem:  # by a call that was interrupted, whose capture went on
+            return
         _STATE.is_capturing = True
         try:
             graph.captured = self._capture_and_verify(item)
