@@ -6,6 +6,7 @@ Each is switched off alone, by a patch, and timed beside the whole engine. A mec
 import json
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -19,7 +20,7 @@ from benchmarks.measure import interleave, ratios, summarise
 from benchmarks.subjects import KINDS, NUM_MINI_BATCHES, Subject
 from stochbn.experiments.report.tables import rounded
 from stochbn.inference.engine import folding, network
-from stochbn.inference.engine.captured import CaptureError
+from stochbn.inference.engine.captured import Captured, CaptureError
 from stochbn.inference.engine.network import Network
 
 ROWS = (1, 16)
@@ -34,25 +35,23 @@ def _refuse(*_: Any, **__: Any) -> Any:
     raise CaptureError("it was switched off")
 
 
-def _share_nothing(self: Network, graph: Any, item: Any, *rest: Any, **options: Any) -> Iterator[Any]:
+def _share_nothing(self: Network, captured: Captured, item: Any, *rest: Any) -> Iterator[Any]:
     """Runs every chunk as if nothing were shared: what stands before the first drawn layer again for each draw."""
-    captured, tensors = graph.captured, self._tensors_of(graph, item)
-    given = [len(item), *(tensors[name] for name in captured.shared_arguments)]
+    tensors = self._tensors_of(captured, item)
     for _ in range(self.num_draws - 1):
-        captured.shared.forward(*given)
-    yield from _RUN_GRAPH(self, graph, item, *rest, **options)
+        captured.share(tensors, len(item))
+    yield from _RUN_CAPTURED(self, captured, item, *rest)
 
 
-def _leave_weights(self: Network, graph: Any) -> Any:
-    graph.is_reordered = False
-    return _MODEL_TENSORS(self, graph)
+def _leave_weights(self: Network, captured: Captured) -> Any:
+    return _MODEL_TENSORS(self, replace(captured, convolution_weights=frozenset()))
 
 
-_RUN_GRAPH, _MODEL_TENSORS = Network._run_graph, Network._model_tensors
+_RUN_CAPTURED, _MODEL_TENSORS = Network._run_captured, Network._model_tensors
 # What is patched to switch a mechanism off: an object, its attribute, and what stands in for it.
 PATCHES: dict[str, list[Patch]] = {
     WHOLE: [],
-    "no cut: all of it for each draw": [(Network, "_run_graph", _share_nothing)],
+    "no cut: all of it for each draw": [(Network, "_run_captured", _share_nothing)],
     "no capture: stacked by vmap on a twin": [(network, "capture", _refuse)],
     "weights as the model has them": [(Network, "_model_tensors", _leave_weights)],
     "ReLU writes elsewhere": [(folding, "_write_over_activations", lambda graph: None)],

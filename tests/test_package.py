@@ -24,7 +24,7 @@ ROOMS = {
     ],
     "uncertainty": None,
     "inference.engine": [
-        *("affine", "dropout", "sampling", "captured", "identity", "stacking", "folding", "code", "graph"),
+        *("affine", "dropout", "sampling", "code", "captured", "identity", "stacking", "folding", "graph"),
         *("verification", "network"),
     ],
     "inference": ["prediction", "adaptive", "predict", "export", "held_out", "choosing", "tune", "exact"],

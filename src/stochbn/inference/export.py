@@ -192,11 +192,8 @@ class _Member(nn.Module):
         tensors = {name: getattr(self, place) for name, place in self.places.items()}
         tensors |= {f"input{number}": tensor for number, tensor in enumerate(inputs)}
         num_inputs = inputs[self.first].shape[0]
-        shared = captured.shared(num_inputs, *(tensors[name] for name in captured.shared_arguments))
-        weights = (tensors[name] for name in captured.drawn_arguments)
-        maps = (getattr(self, f"map{number}") for number in range(self.num_maps))
-        outputs: Tensor = captured.drawn(*shared, *weights, self.num_draws, num_inputs, *maps)
-        stacked: Tensor = outputs.unflatten(0, (self.num_draws, -1))  # (S, N, …)
+        maps = [getattr(self, f"map{number}") for number in range(self.num_maps)]
+        stacked: Tensor = captured.draw(captured.share(tensors, num_inputs), maps, self.num_draws, num_inputs)
         return stacked
 
 

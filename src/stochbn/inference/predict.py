@@ -206,8 +206,6 @@ class Predictor:
         """Returns a predictor on another device. Changes nothing."""
         moved = copy.copy(self)
         moved._networks = [network.to(torch.device(device)) for network in self._networks]
-        for network, other in zip(self._networks, moved._networks, strict=True):
-            other.temperature = network.temperature  # which a plain network has from no draws
         return moved
 
     def __repr__(self) -> str:

@@ -1,7 +1,12 @@
 """Capturing and folding: any batch size, what is refused and why, and that graphs hold on to nothing."""
 
+import copy
 import gc
+import platform
+import subprocess
+import sys
 import weakref
+from collections.abc import Callable
 
 import pytest
 import torch
@@ -214,3 +219,109 @@ def test_graphs_of_a_model_are_bounded(images: list[Tensor], monkeypatch: pytest
     for side in (6, 7, 8):
         stochbn.predict(model, stats, torch.randn(2, 2, side, side), num_samples=3)
     assert len(network._GRAPHS[model]) == 2
+
+
+@pytest.fixture
+def passes(monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    """Notes the path of each batch."""
+    taken: list[str] = []
+    for path, name in (("captured", "_run_captured"), ("stacked", "_run_stacked")):
+        run = getattr(network.Network, name)
+
+        def note(*args: object, path: str = path, run: Callable[..., object] = run, **options: object) -> object:
+            taken.append(path)
+            return run(*args, **options)
+
+        monkeypatch.setattr(network.Network, name, note)
+    return taken
+
+
+def small_call(model: nn.Module, x: Tensor, num_samples: int) -> int:
+    return num_samples * (len(x) * sum(p.numel() for p in model.parameters()) + network.USES_A_VALUE * x.numel())
+
+
+def test_small_calls_are_captured_once_they_have_cost_as_much(
+    images: list[Tensor], passes: list[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    model = calibrate(Base(), images)
+    stats = stochbn.fit(model, images, progress=False)
+    monkeypatch.setattr(network, "WORTH_CAPTURING", 2.5 * small_call(model, images[0], 4))
+    found = [stochbn.predict(model, stats, images[0], num_samples=4, seed=1).samples for _ in range(4)]
+    assert passes == ["stacked", "stacked", "captured", "captured"]
+    assert torch.equal(found[0], found[1])
+    assert torch.equal(found[2], found[3])
+    expected = naive(model, stats.sample(4, seed=1), images[0])
+    for samples in found:
+        torch.testing.assert_close(samples, expected, **ROUNDING)
+    passes.clear()
+    stochbn.predict(model, stats, images[0][:1], num_samples=1)  # smaller, but of this form
+    stochbn.predict(model, stats, images[0][..., 1:], num_samples=4)  # another form, which starts from nothing
+    stochbn.predict(copy.deepcopy(model), stats, images[0], num_samples=4)
+    assert passes == ["captured", "stacked", "stacked"]
+
+
+def test_the_batches_of_a_call_take_one_path(
+    images: list[Tensor], passes: list[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    model = calibrate(Base(), images)
+    stats = stochbn.fit(model, images, progress=False)
+    monkeypatch.setattr(network, "WORTH_CAPTURING", 3.5 * small_call(model, images[0], 4))
+    for _ in range(2):
+        stochbn.predict(model, stats, images[:3], num_samples=4)
+    assert passes == 3 * ["stacked"] + 3 * ["captured"]
+
+
+def test_maps_are_kept_for_as_many_inputs_as_there_is_room_for(
+    images: list[Tensor], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    model = calibrate(Base(), images)
+    predictor = stochbn.Predictor(model, stochbn.fit(model, images, progress=False), num_samples=3)
+    (prepared,) = predictor._networks
+    monkeypatch.setattr(network, "KEPT_NUMBERS", 2 * 3 * 4 * 2)  # of two forms: draws, channels, scale and shift
+    made = []
+    make = prepared._make_maps
+    monkeypatch.setattr(prepared, "_make_maps", lambda *args: made.append(args) or make(*args))
+    for sides, expected in (([6, 7, 6, 7], 2), ([8], 3), ([8, 8], 3)):
+        for side in sides:
+            x = torch.randn(2, 2, side, side)
+            torch.testing.assert_close(predictor(x).mean, predictor(x).mean)
+        assert len([args for args in made if len(args[1].indices) == 3]) == expected
+    assert prepared._kept.num_numbers == 3 * 4 * 2
+    monkeypatch.setattr(network, "KEPT_NUMBERS", 3)  # not even all draws of one
+    for _ in range(2):
+        predictor(torch.randn(2, 2, 9, 9))
+    assert prepared._kept.num_numbers == 3 * 4 * 2
+
+
+FAULTS = """
+import resource, torch, stochbn
+from torch import nn
+
+torch.set_num_threads(1)
+model = nn.Sequential(nn.Linear(8, 500), nn.BatchNorm1d(500), nn.ReLU(), nn.Linear(500, 10)).eval()
+stats = stochbn.fit(model, [torch.randn(16, 8) for _ in range(4)], conditioned=True, progress=False)
+predictor, x = stochbn.Predictor(model, stats, num_samples=256, keep_samples=False), torch.randn(16, 8)
+for _ in range(5):
+    predictor(x)
+before = resource.getrusage(resource.RUSAGE_SELF).ru_minflt
+for _ in range(20):
+    predictor(x)
+print((resource.getrusage(resource.RUSAGE_SELF).ru_minflt - before) / 20)
+"""
+
+
+@pytest.mark.skipif(platform.libc_ver()[0] != "glibc", reason="it is glibc that hands memory back")
+def test_calls_do_not_ask_the_system_for_memory_again_and_again() -> None:
+    done = subprocess.run([sys.executable, "-W", "ignore", "-c", FAULTS], check=True, capture_output=True, text=True)
+    assert float(done.stdout) < 500  # 8 MB of activations are 2,048 pages
+
+
+def test_what_an_interrupted_call_went_on_to_capture_is_not_captured_again(images: list[Tensor]) -> None:
+    model = calibrate(Base(), images)
+    (prepared,) = stochbn.Predictor(model, stochbn.fit(model, images, progress=False))._networks
+    graph = prepared._find_graph(images[0])
+    prepared._capture(graph, images[0])
+    captured = graph.captured
+    assert captured is not None
+    prepared._capture(graph, images[0])
+    assert graph.captured is captured

@@ -34,3 +34,23 @@ def test_what_a_model_returns_is_checked(x: Tensor) -> None:
     stacking = Stacking(Several(nn.Flatten()), call_on_inputs, None)
     with pytest.raises(TypeError, match=r"floating-point tensor with a row an input, got dict.*call=lambda"):
         stacking.run_one_by_one(Drawn({}, {}, torch.arange(1)), x)
+
+
+def test_what_fails_once_is_tried_again(
+    model: nn.Module, stats: stochbn.Factorized, x: Tensor, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Warnings are errors: none says that the model cannot be vectorised, now or later."""
+    expected = stochbn.predict(model, stats, x, num_samples=4).samples
+    run, faults = Stacking.run, [RuntimeError("no memory")]
+
+    def fail_once(self: Stacking, draws: Drawn, item: Tensor) -> Tensor:
+        if faults:
+            raise faults.pop()
+        return run(self, draws, item)
+
+    monkeypatch.setattr(Stacking, "run", fail_once)
+    looped: list[Drawn] = []
+    monkeypatch.setattr(Stacking, "run_one_by_one", lambda self, draws, item: looped.append(draws))
+    for _ in range(2):
+        assert torch.equal(stochbn.predict(model, stats, x, num_samples=4).samples, expected)
+    assert not looped

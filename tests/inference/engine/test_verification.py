@@ -136,4 +136,4 @@ def test_weights_are_kept_once_for_all_shapes() -> None:
     predictor = stochbn.Predictor(model, stochbn.fit(model, vectors, progress=False), num_samples=5)
     for side in range(6, 12):
         predictor(torch.rand(4, 1, side, side))
-    assert len(predictor._networks[0]._tensors) == 1
+    assert len(predictor._networks[0]._kept.tensors) == 1

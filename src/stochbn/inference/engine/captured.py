@@ -1,12 +1,14 @@
 """A captured pass as data: two graphs, where draws enter them, and what they are called with."""
 
-from collections.abc import Mapping
-from dataclasses import dataclass
-from typing import NamedTuple
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 from torch.fx import GraphModule
+
+from stochbn.inference.engine.code import Code
 
 
 class CaptureError(Exception):
@@ -40,9 +42,9 @@ class Site:
     eps: float = 0.0
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class Captured:
-    """A forward pass in two graphs, and what they are to be called with.
+    """A forward pass in two graphs, and what they are to be called with. Threads may share it.
 
     Attributes:
         shared: Computes from N and the arguments what the draws have in common, a tuple.
@@ -54,6 +56,7 @@ class Captured:
         constants: Tensors of the model that are neither parameters nor buffers.
         convolution_weights: Names of those that the CPU wants channels-last.
         bytes_a_row: Of the largest drawn value, for one input and one draw.
+        code: What the graphs were compiled to.
     """
 
     shared: GraphModule
@@ -64,6 +67,29 @@ class Captured:
     constants: Mapping[str, Tensor]
     convolution_weights: frozenset[str]
     bytes_a_row: int
+    code: Code = field(default_factory=Code)
+
+    def share(self, tensors: Mapping[str, Tensor], num_inputs: int, *, compiles: bool = False) -> list[Tensor]:
+        """Computes what the draws have in common, and lists with it the parameters that they read."""
+        given = [num_inputs, *(tensors[name] for name in self.shared_arguments)]
+        run = self.code.get("shared", self.shared, given) if compiles else self.shared.forward
+        return [*run(*given), *(tensors[name] for name in self.drawn_arguments)]
+
+    def draw(
+        self,
+        shared: Sequence[Tensor],
+        maps: Sequence[Tensor | None],
+        num_draws: int,
+        num_inputs: int,
+        *,
+        compiles: bool = False,
+    ) -> Tensor:
+        """Computes the outputs of some draws from what `share` returned and the draws' maps: (S, N, …)."""
+        given: list[Any] = [*shared, num_draws, num_inputs, *maps]
+        run = self.code.get("drawn", self.drawn, given) if compiles else self.drawn.forward
+        outputs: Tensor = run(*given)
+        stacked: Tensor = outputs.unflatten(0, (num_draws, -1))
+        return stacked
 
 
 class Prepared(NamedTuple):

@@ -38,8 +38,8 @@ class Code:
         if code is None:
             with TRACING:
                 code = self._codes[key] = _compile(graph, arguments)
-            if len(self._codes) > MAX_CODES:
-                del self._codes[next(iter(self._codes))]
+                if len(self._codes) > MAX_CODES:
+                    del self._codes[next(iter(self._codes))]
         return code
 
 

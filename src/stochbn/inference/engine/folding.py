@@ -127,20 +127,17 @@ class Folding:
         name = getattr(node.target, "__name__", str(node.target))
         if name.startswith(("_assert", "sym_constrain")) and not node.users:
             return
-        if node.target in _DROPOUT and not node.args[2]:  # of a layer in eval mode
-            (source,) = node.all_input_nodes
+        is_dropout = node.target in _DROPOUT and not node.args[2]  # of a layer in eval mode, which leaves all as it is
+        if is_dropout or node in self.pools:
+            source = node.all_input_nodes[0] if is_dropout else self.pools[node]
             self.placed[node] = self.placed[source]
             if source in self.dependent:
                 self.dependent.add(node)
             return
-        if node in self.pools:
-            self.dependent.add(node)
-            self.placed[node] = self.placed[self.pools[node]]
-            return
         if torch.Tag.nondeterministic_seeded in getattr(node.target, "tags", ()):
             raise CaptureError(f"{_locate(node)}it draws random numbers of its own")
         if node.target is DROPOUT_SITE:
-            self._add_dropout(node)
+            self._add_site(node, None, apply_to_rows, layer=node.args[1], dropout_call=node.args[2])
             return
         if layer := self._drawn_layer(node):
             self._add_batch_norm(node, layer)
@@ -189,30 +186,18 @@ class Folding:
 
     def _add_batch_norm(self, node: Node, layer: str) -> None:
         target: Any = node.target
-        weight, bias = (self.names[argument] if isinstance(argument, Node) else None for argument in node.args[1:3])
-        function, arguments = self._choose_map(node.args[0], layer)
-        self._add_site(
-            node,
-            self._move_pool(node),
-            function,
-            layer=layer,
-            arguments=arguments,
-            weight=weight,
-            bias=bias,
-            eps=node.args[_EPS[target]],
-        )
-
-    def _choose_map(self, x: Any, layer: str) -> tuple[Any, tuple[str, ...]]:
-        """Returns what a layer becomes, and the arguments that it takes."""
-        if layer not in self.conditioned:
-            return apply_to_rows, ("scale", "shift")
-        value = x.meta["val"]
-        if value.dim() == 2 and self._scale(x, value.shape[0]) == 1:
-            return squash_rows, ("scale", "shift", "slope", "bias")
-        return condition_rows, ("mean", "var", "share", "weight", "bias")
-
-    def _add_dropout(self, node: Node) -> None:
-        self._add_site(node, None, apply_to_rows, layer=node.args[1], dropout_call=node.args[2])
+        x: Any = node.args[0]
+        weight, bias = (self.names.get(argument) for argument in node.args[1:3])  # type: ignore[arg-type]
+        function: Any = apply_to_rows
+        arguments: tuple[str, ...] = ("scale", "shift")
+        if layer in self.conditioned:
+            value = x.meta["val"]
+            if value.dim() == 2 and self._scale(x, value.shape[0]) == 1:
+                function, arguments = squash_rows, ("scale", "shift", "slope", "bias")
+            else:
+                function, arguments = condition_rows, ("mean", "var", "share", "weight", "bias")
+        about = {"arguments": arguments, "weight": weight, "bias": bias, "eps": node.args[_EPS[target]]}
+        self._add_site(node, self._move_pool(node), function, layer=layer, **about)
 
     def _move_pool(self, node: Node) -> Node | None:
         """Returns the max-pooling behind a layer, or behind its ReLU, if nothing else reads what lies between.
@@ -289,7 +274,7 @@ class Folding:
             self.repeated[node] = self.drawn.call_function(function, (self._pass(node), self.counts[0]))
         return self.repeated[node]
 
-    def _scale(self, node: Node, size: torch.SymInt) -> int:
+    def _scale(self, node: Node, size: Any) -> int:
         """Returns how many times the batch size a size is; no other would be right for S · N rows."""
         factor = size.node.expr / self.symbol
         if factor.free_symbols or not factor.is_Integer:
@@ -305,12 +290,11 @@ class Folding:
             self._scale(node, value.shape[0])
 
     def _find_bytes_a_row(self) -> int:
-        largest = 0
-        for value in (value for node in self.dependent for value in _values(node)):
-            size: Any = value.shape[0]
-            bytes_a_part = value.shape[1:].numel() * value.element_size()
-            largest = max(largest, int(size.node.expr / self.symbol) * bytes_a_part)
-        return largest
+        return max(
+            self._scale(node, value.shape[0]) * value.shape[1:].numel() * value.element_size()
+            for node in self.dependent
+            for value in _values(node)
+        )
 
 
 def _values(node: Node) -> list[Tensor]:

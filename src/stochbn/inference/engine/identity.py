@@ -1,6 +1,7 @@
 """What of a model, of a call and of a batch is built into a graph: a graph serves whatever is the same in all of it."""
 
 import types
+from collections import OrderedDict
 from collections.abc import Hashable, Mapping
 from typing import Any
 
@@ -10,8 +11,9 @@ from torch import Tensor, nn
 from stochbn.inference.engine.captured import CaptureError
 from stochbn.statistics.items import has_rows, num_examples, tensors_in
 
-_PLAIN = (bool, int, float, complex, str, bytes, type(None), torch.dtype, torch.device, torch.Size)
+_PLAIN = (bool, int, float, complex, str, bytes, type(None), torch.dtype, torch.device, torch.Size, type)
 _REGISTERS = ("_parameters", "_buffers", "_modules", "training")  # seen otherwise, or not built in
+_REGISTERS_OF_HOOKS = (OrderedDict, dict, set)
 _DEPTH = 5  # of containers and objects within each other
 
 
@@ -71,7 +73,9 @@ def identify_item(item: Any) -> Hashable:
 
 
 def _identify(value: Any, modules: Mapping[int, int], depth: int) -> Hashable:
-    if isinstance(value, (*_PLAIN, type)):
+    if type(value) in _REGISTERS_OF_HOOKS and not value:  # most of what there is, so it comes first
+        return type(value), None
+    if isinstance(value, _PLAIN):
         return type(value), value
     if id(value) in modules:
         return "module", modules[id(value)]

@@ -2,7 +2,11 @@
 
 Two paths lead there. A pass that is worth it is captured once, as a graph with the draws folded into its batch
 (`graph`). What cannot be captured, or is over sooner than a capture, runs stacked on a twin of the model (`stacking`).
-Which one depends on the model and on the call, never on what was called before, so equal calls give equal bits.
+Both give the same numbers, to rounding, and a call takes one of them.
+
+The rule: a pass is captured once it has cost about as much as a capture, counting earlier calls with inputs of this
+form and all that the call at hand will bring. So no more time is lost by waiting too long than a capture takes. What is
+to be called often, as a `Predictor` is, captures at once.
 """
 
 import copy
@@ -13,6 +17,7 @@ import warnings
 import weakref
 from collections import OrderedDict
 from collections.abc import Hashable, Iterator
+from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any
 from weakref import WeakKeyDictionary
@@ -23,7 +28,7 @@ from torch import Tensor, nn
 from stochbn.distributions.base import Distribution
 from stochbn.inference.engine.affine import fold, fold_single
 from stochbn.inference.engine.captured import Captured, CaptureError, Prepared, Site
-from stochbn.inference.engine.code import TRACING, Code, first_line
+from stochbn.inference.engine.code import TRACING, first_line
 from stochbn.inference.engine.dropout import dropout_key, dropout_map
 from stochbn.inference.engine.graph import capture
 from stochbn.inference.engine.identity import identify_call, identify_item, identify_model
@@ -37,8 +42,8 @@ from stochbn.statistics.restoring import raise_if_interrupted, run_uninterrupted
 
 log = logging.getLogger("stochbn")
 
-# A capture takes about as long as this many uses of a parameter, one for each parameter, draw and input; an input value
-# counts like so many parameters, which makes up for convolutions.
+# Work is counted in uses of a parameter, one for each parameter, draw and input; an input value counts like so many
+# parameters, which makes up for convolutions. A capture takes about as long as this much of it.
 WORTH_CAPTURING = 10**9
 USES_A_VALUE = 64
 # A chunk of draws has at least so many rows, so that weights are not read more often than they need be, and more while
@@ -47,6 +52,7 @@ CHUNK_ROWS = 64
 CHUNK_BYTES = 2**21
 STACKED_BYTES = 2**25  # on a twin, where values are only guessed: each input value becomes USES_A_VALUE
 KEPT_NUMBERS = 2**23  # of the maps that are kept for later calls (32 MB)
+FREED_BYTES = 31 * 2**20
 MAX_GRAPHS = 16  # of a model; then the oldest goes
 
 
@@ -93,32 +99,23 @@ class Network:
         num_samples = num_samples if self.is_drawn else 1
         self._sampler = Sampler(model, source, num_samples=num_samples, seed=seed, num_masks=num_masks)
         self.num_draws, self.temperature = self._sampler.num_draws, self._sampler.temperature
-        # What is made when it is first needed, of a model that does not change while this object is used.
-        self._identity: Hashable = None
-        self._tensors: dict[Hashable, dict[str, Tensor]] = {}
-        self._maps: dict[Hashable, list[Tensor | None]] = {}
-        self._num_kept = 0  # numbers in these
-        self._idle: list[Stacking] = []
+        self._kept = _Kept()
         self._compiled_rows = 0
         if isinstance(source, Distribution):
             warn_of_dropout(source, dropout, stacklevel=5)
 
     def __getstate__(self) -> dict[str, Any]:
-        return vars(self) | {"_identity": None, "_tensors": {}, "_maps": {}, "_num_kept": 0, "_idle": []}
+        return vars(self) | {"_kept": _Kept()}
 
     def to(self, device: torch.device) -> "Network":
         """Returns the same with a copy of the model on another device."""
-        return Network(
-            copy.deepcopy(self.model).to(device),
-            self.call,
-            self._source,
-            num_samples=self.num_draws,
-            seed=self._seed,
-            dropout=self.dropout,
-            compiles=self._compiles,
-            num_masks=self._num_masks,
-            num_batches=self._num_batches,
+        moved = copy.copy(self)
+        moved.model = copy.deepcopy(self.model).to(device)
+        moved.device = device_of(moved.model)
+        moved._sampler = Sampler(
+            moved.model, self._source, num_samples=self.num_draws, seed=self._seed, num_masks=self._num_masks
         )
+        return moved
 
     def run(self, item: Any, chunk_size: int | None, first: int = 0, last: int | None = None) -> Iterator[Tensor]:
         """Yields outputs (s, N, …) of successive draws, from the first to before the last; without the temperature."""
@@ -143,190 +140,193 @@ class Network:
             CaptureError: It cannot be captured.
         """
         with torch.no_grad():
-            graph = self._find_graph(item)
-            if graph.captured is None:
+            captured = self._capture_once(graph := self._find_graph(item), item)
+            if captured is None:
                 raise CaptureError(graph.problem)
-            tensors = self._model_tensors(graph)
-            return Prepared(graph.captured, tensors, self._find_maps(graph, 0, self.num_draws, tensors))
+            tensors = self._model_tensors(captured)
+            return Prepared(captured, tensors, self._find_maps(captured, 0, self.num_draws, tensors))
 
     def _run(self, item: Any, chunk_size: int | None, first: int, last: int, wants_gradient: bool) -> Iterator[Tensor]:
+        captured = None
         # Gradients take the other path, where they stop or go through as the model's author meant it.
-        if self.is_drawn and not wants_gradient:
-            captures = self._compiles or (chunk_size != 1 and self._is_worth_capturing(item, last - first))
-            graph = self._find_graph(item) if captures else None
-            if graph is not None and graph.captured is not None:
-                yield from self._run_graph(graph, item, chunk_size, first, last, compiles=self._compiles)
-                return
-            if graph is not None and self._compiles:
-                raise RuntimeError(
-                    f"Expected {type(self.model).__name__} to compile, got a forward pass that cannot be captured: "
-                    f"{graph.problem}. Leave compile= off."
-                )
-        stacking = self._take_stacking()
+        if self.is_drawn and not wants_gradient and (self._compiles or chunk_size != 1):
+            captured = self._find_captured(item, last - first)
+        if captured is not None:
+            yield from self._run_captured(captured, item, chunk_size, first, last)
+        else:
+            yield from self._run_stacked(item, chunk_size, first, last)
+
+    def _find_captured(self, item: Any, num_draws: int) -> Captured | None:
+        """Returns the graph of a pass over such items, if it can be captured and the rule wants it."""
+        graph = self._find_graph(item)
+        if self._num_batches is not None and not self._compiles:
+            values = sum(tensor.numel() for tensor in tensors_in(item))
+            work = num_draws * (num_examples(item) * self._num_parameters + USES_A_VALUE * values)
+            before = self._kept.work_before.setdefault(graph, graph.work)
+            graph.work += work
+            if before + self._num_batches * work <= WORTH_CAPTURING:
+                return None
+        captured = self._capture_once(graph, item)
+        if captured is None and self._compiles:
+            raise RuntimeError(
+                f"Expected {type(self.model).__name__} to compile, got a forward pass that cannot be captured: "
+                f"{graph.problem}. Leave compile= off."
+            )
+        return captured
+
+    def _run_captured(
+        self, captured: Captured, item: Any, chunk_size: int | None, first: int, last: int
+    ) -> Iterator[Tensor]:
+        count, compiles = num_examples(item), self._compiles
+        if compiles:  # for one shape, so that one code serves all batches
+            self._compiled_rows = max(self._compiled_rows, count)
+            item = fill(item, self._compiled_rows)
+        num_inputs, tensors = num_examples(item), self._tensors_of(captured, item)
+        size = chunk_size or max(1, CHUNK_ROWS // num_inputs, CHUNK_BYTES // (captured.bytes_a_row * num_inputs))
+        size = math.ceil((last - first) / math.ceil((last - first) / size))  # equal chunks
+        shared = captured.share(tensors, num_inputs, compiles=compiles)
+        for start in range(first, last, size):
+            stop = min(start + size, last)
+            begin = max(first, stop - size) if compiles else start  # a last, smaller chunk: some draws again
+            maps = self._find_maps(captured, begin, stop, tensors)
+            outputs = captured.draw(shared, maps, stop - begin, num_inputs, compiles=compiles)
+            yield outputs[start - begin :, :count]
+
+    def _run_stacked(self, item: Any, chunk_size: int | None, first: int, last: int) -> Iterator[Tensor]:
+        try:
+            stacking = self._kept.idle.pop()  # one for each thread; to make one takes a millisecond
+        except IndexError:
+            stacking = self._make_stacking(is_kept=self._num_batches != 1)
         item = copy_to(item, self.device)
-        while first < last:
-            stop = min(first + (chunk_size or self._stack_size(item)), last)
-            draws = self._sampler.take(first, stop)
+        values = sum(tensor.numel() * tensor.element_size() for tensor in tensors_in(item))
+        most = min(CHUNK_ROWS // num_examples(item), STACKED_BYTES // max(1, USES_A_VALUE * values))
+        size = chunk_size or max(1, most)
+        for start in range(first, last, size):
+            draws = self._sampler.take(start, min(start + size, last))
             if chunk_size == 1 or self.num_draws == 1:
                 yield stacking.run_one_by_one(draws, item)
             else:
                 yield self._stack_if_possible(stacking, draws, item)
-            first = stop
         if stacking.is_as_new():
-            self._idle.append(stacking)
+            self._kept.idle.append(stacking)
 
-    def _take_stacking(self) -> Stacking:
-        """Returns a twin for one thread. To make one takes a millisecond, so those that are idle serve again."""
-        try:
-            return self._idle.pop()
-        except IndexError:
-            is_kept = self._num_batches != 1
-            return Stacking(self.model, self.call, self._seed if self.dropout else None, is_kept=is_kept)
-
-    def _is_worth_capturing(self, item: Any, num_draws: int) -> bool:
-        if self._num_batches is None:
-            return True
-        values = sum(tensor.numel() for tensor in tensors_in(item))
-        uses = num_examples(item) * self._num_parameters + USES_A_VALUE * values
-        return self._num_batches * num_draws * uses > WORTH_CAPTURING
-
-    def _stack_size(self, item: Any) -> int:
-        values = sum(tensor.numel() * tensor.element_size() for tensor in tensors_in(item))
-        return max(1, min(CHUNK_ROWS // num_examples(item), STACKED_BYTES // max(1, USES_A_VALUE * values)))
+    def _make_stacking(self, *, is_kept: bool = False) -> Stacking:
+        return Stacking(self.model, self.call, self._seed if self.dropout else None, is_kept=is_kept)
 
     def _stack_if_possible(self, stacking: Stacking, draws: Drawn, item: Any) -> Tensor:
         if self.model in _UNSTACKABLE:
             return stacking.run_one_by_one(draws, item)
-        try:
-            return stacking.run(draws, item)
-        except Exception as error:  # whatever it is, the loop below runs the model as its author meant it
-            raise_if_interrupted(error)
-            problem = error
+        for _ in range(2):  # what fails once, for lack of memory, say, is not the model's fault
+            try:
+                return stacking.run(draws, item)
+            except Exception as error:  # whatever it is, the loop below runs the model as its author meant it
+                raise_if_interrupted(error)
+                problem = error
         outputs = stacking.run_one_by_one(draws, item)
         _UNSTACKABLE.add(self.model)
         warnings.warn(
             f"{type(self.model).__name__} cannot be vectorised over draws, so they are computed one by one "
             f"({type(problem).__name__}: {first_line(problem)}). chunk_size=1 says that this is meant.",
-            stacklevel=6,
+            stacklevel=8,  # who called predict
         )
         return outputs
 
-    def _run_graph(
-        self, graph: "_Graph", item: Any, chunk_size: int | None, first: int, last: int, *, compiles: bool
-    ) -> Iterator[Tensor]:
-        captured, count = graph.captured, num_examples(item)
-        assert captured is not None
-        if compiles:  # for one shape, so that one code serves all batches
-            self._compiled_rows = max(self._compiled_rows, count)
-            item = fill(item, self._compiled_rows)
-        num_inputs, tensors = num_examples(item), self._tensors_of(graph, item)
-        size = chunk_size or max(1, CHUNK_ROWS // num_inputs, CHUNK_BYTES // (captured.bytes_a_row * num_inputs))
-        size = math.ceil((last - first) / math.ceil((last - first) / size))  # equal chunks
-        given = [num_inputs, *(tensors[name] for name in captured.shared_arguments)]
-        shared = (graph.code.get("shared", captured.shared, given) if compiles else captured.shared.forward)(*given)
-        weights = [tensors[name] for name in captured.drawn_arguments]
-        for start in range(first, last, size):
-            stop = min(start + size, last)
-            begin = max(first, stop - size) if compiles else start  # a last, smaller chunk: some draws again
-            values = [*shared, *weights, stop - begin, num_inputs, *self._find_maps(graph, begin, stop, tensors)]
-            run = graph.code.get("drawn", captured.drawn, values) if compiles else captured.drawn.forward
-            outputs: Tensor = run(*values)
-            yield outputs.unflatten(0, (stop - begin, -1))[start - begin :, :count]
-
     def _find_graph(self, item: Any) -> "_Graph":
-        """Returns the graph of a pass over such items, captured when it is first asked for."""
+        """Returns what there is of the graph of a pass over such items."""
         if getattr(_STATE, "is_capturing", False):  # a forward pass that predicts in turn: torch.export is busy
             return _Graph("it is called within a capture")
         try:
-            if self._identity is None:
-                self._identity = identify_model(self.model), identify_call(self.call, self.model)
+            if self._kept.identity is None:
+                self._kept.identity = identify_model(self.model), identify_call(self.call, self.model)
             form = identify_item(item)
         except CaptureError as error:
             return _Graph(str(error))
         sampler, device = self._sampler, self.device.type
         autocast = torch.is_autocast_enabled(device), torch.get_autocast_dtype(device)
-        key = (self._identity, form, (sampler.layers, sampler.conditioned, self.dropout), autocast)
+        key = (self._kept.identity, form, (sampler.layers, sampler.conditioned, self.dropout), autocast)
         with _GRAPHS_LOCK:  # for a moment: a capture must not keep others waiting
             graphs = _GRAPHS.setdefault(self.model, OrderedDict())
             graph = graphs.setdefault(key, _Graph())
             graphs.move_to_end(key)
             if len(graphs) > MAX_GRAPHS:
                 graphs.popitem(last=False)
-        with graph.lock:
-            if not graph.is_done:
-                run_uninterrupted(partial(self._capture, graph, item), device, TRACING)
         return graph
 
+    def _capture_once(self, graph: "_Graph", item: Any) -> Captured | None:
+        """Captures a graph if nobody did or tried; returns it, if there is one."""
+        with graph.lock:
+            if graph.captured is None and not graph.problem:  # or a thread is started in vain
+                run_uninterrupted(partial(self._capture, graph, item), self.device.type, TRACING)
+        return graph.captured
+
     def _capture(self, graph: "_Graph", item: Any) -> None:
+        if graph.captured is not None or graph.problem:  # by a call that was interrupted, whose capture went on
+            return
         _STATE.is_capturing = True
         try:
-            self._capture_and_verify(graph, item)
+            graph.captured = self._capture_and_verify(item)
+        except CaptureError as error:
+            graph.problem = first_line(error)
+            log.info("%s is not captured: %s", type(self.model).__name__, graph.problem)
         finally:
             _STATE.is_capturing = False
+        graph.work = math.inf  # later calls need not wait
+        # glibc hands freed memory back to the system, and a page fault for each 4 kB brings it back, unless a larger
+        # block was freed once (32 MB at most). Values of a chunk come and go in every call, so they took most of it.
+        torch.empty(FREED_BYTES, dtype=torch.uint8, device="cpu")
 
-    def _capture_and_verify(self, graph: "_Graph", item: Any) -> None:
-        sampler, problem = self._sampler, ""
-        stacking = Stacking(self.model, self.call, self._seed if self.dropout else None)
-        try:
-            captured = capture(self.model, self.call, item, sampler.layers, sampler.conditioned, dropout=self.dropout)
-            for graph.is_reordered in (True, False):
-                try:
-                    graph.captured = captured
-                    verify(partial(self._pass, graph), stacking.run_one_by_one, item, sampler.take(0, 1))
-                    break
-                except Exception as error:
-                    raise_if_interrupted(error)
-                    graph.captured = None
-                    problem = str(error) if isinstance(error, CaptureError) else f"{type(error).__name__}: {error}"
-        except CaptureError as error:
-            problem = str(error)
-        if graph.captured is None:
-            graph.problem = problem.strip().splitlines()[0]
-            log.info("%s is not captured: %s", type(self.model).__name__, graph.problem)
-        graph.is_done = True
+    def _capture_and_verify(self, item: Any) -> Captured:
+        sampler, run_model = self._sampler, self._make_stacking().run_one_by_one
+        captured = capture(self.model, self.call, item, sampler.layers, sampler.conditioned, dropout=self.dropout)
+        reordered = captured.convolution_weights if self.device.type == "cpu" else frozenset()
+        for weights in (reordered, frozenset()):  # channels-last, if the model bears it
+            candidate = replace(captured, convolution_weights=weights)
+            try:
+                verify(partial(self._pass, candidate), run_model, item, sampler.take(0, 1))
+                return candidate
+            except Exception as error:
+                raise_if_interrupted(error)
+                problem = error
+        if isinstance(problem, CaptureError):
+            raise problem
+        raise CaptureError(f"{type(problem).__name__}: {problem}") from problem
 
-    def _pass(self, graph: "_Graph", draws: Drawn, item: Any) -> Tensor:
+    def _pass(self, captured: Captured, draws: Drawn, item: Any) -> Tensor:
         """Runs some draws at once: (S, N, …)."""
-        captured = graph.captured
-        assert captured is not None
-        tensors, count = self._tensors_of(graph, item), num_examples(item)
-        shared = captured.shared.forward(count, *(tensors[name] for name in captured.shared_arguments))
-        weights = [tensors[name] for name in captured.drawn_arguments]
+        tensors, count = self._tensors_of(captured, item), num_examples(item)
         maps = self._make_maps(captured, draws, tensors)
-        outputs = captured.drawn.forward(*shared, *weights, len(draws.indices), count, *maps)
-        stacked: Tensor = outputs.unflatten(0, (len(draws.indices), -1))
-        return stacked
+        return captured.draw(captured.share(tensors, count), maps, len(draws.indices), count)
 
-    def _tensors_of(self, graph: "_Graph", item: Any) -> dict[str, Tensor]:
+    def _tensors_of(self, captured: Captured, item: Any) -> dict[str, Tensor]:
         """Returns the arguments of a graph by name: the model's tensors, and those of an item."""
         inputs = {f"input{number}": tensor.to(self.device) for number, tensor in enumerate(tensors_in(item))}
-        return self._model_tensors(graph) | inputs
+        return self._model_tensors(captured) | inputs
 
-    def _model_tensors(self, graph: "_Graph") -> dict[str, Tensor]:
+    def _model_tensors(self, captured: Captured) -> dict[str, Tensor]:
         """Returns the model's tensors as they are now; weights of convolutions channels-last, if they may be."""
-        captured = graph.captured
-        assert captured is not None
-        key = captured.convolution_weights if graph.is_reordered and self.device.type == "cpu" else None
-        if key not in self._tensors:
+        kept, reordered = self._kept.tensors, captured.convolution_weights
+        if reordered not in kept:
             tensors: dict[str, Tensor] = dict(self.model.named_parameters(remove_duplicate=False))
             tensors |= dict(self.model.named_buffers(remove_duplicate=False))
             tensors = {name: tensor.detach() for name, tensor in tensors.items()}
-            for name in (key or frozenset()) & tensors.keys():
+            for name in reordered & tensors.keys():
                 if tensors[name].dim() == 4:
                     tensors[name] = tensors[name].to(memory_format=torch.channels_last)
-            self._tensors[key] = tensors
-        return {**self._tensors[key], **captured.constants}
+            kept[reordered] = tensors
+        return {**kept[reordered], **captured.constants}
 
-    def _find_maps(self, graph: "_Graph", start: int, stop: int, tensors: dict[str, Tensor]) -> list[Tensor | None]:
+    def _find_maps(self, captured: Captured, start: int, stop: int, tensors: dict[str, Tensor]) -> list[Tensor | None]:
         """Returns what the sites of a graph are handed for some draws; small ones are kept for later calls."""
-        maps = self._maps.get((graph, start, stop))
+        kept = self._kept
+        maps = kept.maps.get((captured, start, stop))
         if maps is None:
-            assert graph.captured is not None
-            maps = self._make_maps(graph.captured, self._sampler.take(start, stop), tensors)
+            maps = self._make_maps(captured, self._sampler.take(start, stop), tensors)
             numbers = sum(value.numel() for value in maps if value is not None)
-            if self._num_kept + numbers <= KEPT_NUMBERS:
-                self._num_kept += numbers
-                self._maps[graph, start, stop] = maps
+            if numbers * self.num_draws <= KEPT_NUMBERS * (stop - start):  # or draws would push each other out
+                if kept.num_numbers + numbers > KEPT_NUMBERS:  # of other inputs or chunks: begin anew
+                    kept.maps, kept.num_numbers = {}, 0
+                kept.num_numbers += numbers
+                kept.maps[captured, start, stop] = maps
         return maps
 
     def _make_maps(self, captured: Captured, draws: Drawn, tensors: dict[str, Tensor]) -> list[Tensor | None]:
@@ -348,16 +348,26 @@ class Network:
         return [values.view(len(values), 1, -1, *space) for values in fold(mean, var, weight, bias, site.eps)]
 
 
-class _Graph:
-    """A captured pass and its code, or why there is none."""
+@dataclass
+class _Kept:
+    """What is made when it is first needed, of a model that does not change while its network is used."""
 
-    def __init__(self, problem: str = "") -> None:
-        self.captured: Captured | None = None
-        self.is_reordered = False  # whether convolutions may be channels-last: then it is the same
-        self.problem = problem
-        self.is_done = bool(problem)
-        self.code = Code()
-        self.lock = threading.Lock()
+    identity: Hashable = None
+    tensors: dict[frozenset[str], dict[str, Tensor]] = field(default_factory=dict)
+    maps: dict[tuple[Captured, int, int], list[Tensor | None]] = field(default_factory=dict)
+    num_numbers: int = 0  # in these
+    idle: list[Stacking] = field(default_factory=list)
+    work_before: dict["_Graph", float] = field(default_factory=dict)  # by earlier calls, so that this has one path
+
+
+@dataclass(eq=False)
+class _Graph:
+    """A captured pass, or why there is none; neither, if nobody tried."""
+
+    problem: str = ""
+    captured: Captured | None = None
+    work: float = 0.0  # of calls so far that it would have served
+    lock: threading.Lock = field(default_factory=threading.Lock)
 
 
 _GRAPHS: "WeakKeyDictionary[nn.Module, OrderedDict[Hashable, _Graph]]" = WeakKeyDictionary()

@@ -33,6 +33,9 @@ class Drawn(NamedTuple):
 class Sampler:
     """The draws of one model. Threads may share it.
 
+    `layers` are the BatchNorm layers whose statistics are drawn, `conditioned` those of them where inputs are counted
+    into their mini-batches.
+
     Args:
         model: The model that they are for.
         source: Where they come from; None for networks that differ in their dropout masks alone.
@@ -55,18 +58,9 @@ class Sampler:
         if source is not None:
             whole = isinstance(source, Draws)
             self._load(range(self.num_draws if whole else min(FIRST_DRAWS, self.num_draws)))
-
-    @property
-    def layers(self) -> tuple[str, ...]:
-        """BatchNorm layers whose statistics are drawn."""
-        end = "running_mean"
-        names = self._block[1].buffers
-        return tuple(name.removesuffix(end).removesuffix(".") for name in names if name.endswith(end))
-
-    @property
-    def conditioned(self) -> tuple[str, ...]:
-        """Those where inputs are counted into their mini-batches."""
-        return tuple(self._block[1].shares)
+        block, end = self._block[1], "running_mean"
+        self.layers = tuple(name.removesuffix(end).removesuffix(".") for name in block.buffers if name.endswith(end))
+        self.conditioned = tuple(block.shares)
 
     def take(self, start: int, stop: int) -> Drawn:
         """Returns successive draws."""
