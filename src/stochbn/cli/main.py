@@ -7,6 +7,7 @@ from collections.abc import Sequence
 
 EXTRAS = {
     "cli": ("numpy", "rich", "typer"),
+    "ray": ("pyarrow", "ray"),
     "experiments": ("PIL", "jinja2", "matplotlib", "pooch", "scipy", "sklearn"),
 }
 

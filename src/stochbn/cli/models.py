@@ -139,7 +139,7 @@ def predict(
     factory: Factory,
     checkpoint: Weights,
     data: Data,
-    out: Annotated[Path, typer.Option(help="File to write: .csv, or .npz.")],
+    out: Annotated[Path, typer.Option(help="File to write: .csv, or .npz; with --ray a folder.")],
     stats: Stats = None,
     samples: Samples = 50,
     link: LinkName = "softmax",
@@ -147,6 +147,13 @@ def predict(
     batch_size: InputsAtOnce = 128,
     dropout: Dropout = False,
     device: Device = "cpu",
+    ray: Annotated[
+        str | None,
+        typer.Option(
+            metavar="[ADDRESS]",
+            help="Predict on a Ray cluster, or on one started here: --data is Parquet, or a folder of it or of images.",
+        ),
+    ] = None,
     threads: Threads = None,
 ) -> None:
     """Predicts, and says how unsure each prediction is.
@@ -162,6 +169,14 @@ def predict(
 
     Example: `stochbn predict nets:build --checkpoint net.pt --stats net.sbn.safetensors --data x.npz --out pred.csv`
     """
+    options: dict[str, Any] = {"num_samples": samples, "seed": seed, "link": link, "dropout": dropout}
+    if ray is not None:
+        from stochbn.cli.ray import predict_files
+
+        options |= {"factory": factory, "checkpoint": checkpoint, "stats": stats, "device": device}
+        count = predict_files(ray, Path(data), out, batch_size=batch_size, **options)
+        say(f"Wrote {out}, {count} rows")
+        return
     if out.suffix not in (".csv", ".npz"):
         raise ValueError(f"Expected --out to end in .csv or .npz, got {out}.")
     _prepare_out(out, checkpoint, data, stats)
@@ -171,7 +186,6 @@ def predict(
     if isinstance(loader.sampler, RandomSampler):
         warnings.warn("The DataLoader shuffles: rows follow its order, not that of the data.", stacklevel=2)
     labels: list[Tensor] = []
-    options: dict[str, Any] = {"num_samples": samples, "seed": seed, "link": link, "dropout": dropout}
     prediction = stochbn.predict(model, distribution, _collect(loader, labels), keep_samples=False, **options)
     targets = torch.cat(labels) if labels else None
     scores = _score(prediction, targets)  # before anything is written: labels may be none of the classes
