@@ -29,6 +29,9 @@ ROOMS = {
     ],
     "inference": ["prediction", "adaptive", "predict", "export", "held_out", "choosing", "tune", "exact"],
     "decisions": None,
+    "cli.console": None,
+    "cli.loading": None,
+    "ray": None,
     "experiments.schema": None,
     "experiments.contents": None,
     "testing": ["references", "fingerprint", "checks", "suite"],
@@ -42,7 +45,7 @@ ROOMS = {
         *("notes", "report"),
     ],
     "experiments.study": ["draws", "results", "scores", "evidence", "measure", "tables", "figures", "study"],
-    "cli": ["console", "options", "loading", "models", "experiments", "commands", "main"],
+    "cli": ["options", "ray", "models", "experiments", "commands", "main"],
     "__main__": None,
 }
 ORDER = [f"{room}.{module}" if modules else room for room, modules in ROOMS.items() for module in modules or [""]]
@@ -108,6 +111,7 @@ def test_core_needs_torch_safetensors_and_tqdm_only() -> None:
         "class Refuse:\n"
         "    def find_spec(self, name, *_):\n"
         "        extras = 'numpy scipy sklearn matplotlib typer rich pooch jinja2 PIL onnx onnxscript onnxruntime'\n"
+        "        extras += ' pandas pyarrow ray'\n"
         "        if name.split('.')[0] in extras.split():\n"
         "            raise ModuleNotFoundError(name)\n"
         "sys.meta_path.insert(0, Refuse())\n"

@@ -120,11 +120,10 @@ def left_over(folder="."):
 
 
 def assert_same(rows, prediction):
-    for name, expected in zip(NAMES, (prediction.classes, prediction.confidence), strict=False):
-        np.testing.assert_allclose(rows[name], expected.numpy(), rtol=1e-5)
-    for name in NAMES[2:5]:
-        np.testing.assert_allclose(rows[name], getattr(prediction, name).numpy(), rtol=1e-5, atol=1e-6)
-    np.testing.assert_allclose(rows["probabilities"], prediction.probs.numpy(), rtol=1e-5)
+    names = {"class": "classes", "probabilities": "probs"}
+    for name in NAMES:
+        expected = getattr(prediction, names.get(name, name)).numpy()
+        np.testing.assert_allclose(rows[name], expected, rtol=1e-6, atol=1e-6)
 
 
 @pytest.mark.ray
