@@ -34,6 +34,9 @@ ROOMS = {
     "plots": None,
     "pages": ["figures", "page"],
     "assessment": ["scores", "measure", "results", "verdict", "page", "assess"],
+    "cli.console": None,
+    "cli.loading": None,
+    "ray": None,
     "experiments.schema": None,
     "experiments.contents": None,
     "testing": ["references", "fingerprint", "checks", "suite"],
@@ -49,7 +52,7 @@ ROOMS = {
     "experiments.study": ["draws", "results", "scores", "evidence", "measure", "tables", "figures", "study"],
     "play": ["strokes", "panel", "server"],
     "cli": [
-        *("console", "job", "options", "loading", "names", "outputs"),
+        *("job", "options", "names", "outputs", "ray"),
         *("models", "assess", "predict", "experiments", "play", "commands", "main"),
     ],
     "__main__": None,
@@ -122,6 +125,7 @@ def test_core_needs_torch_safetensors_and_tqdm_only() -> None:
         "class Refuse:\n"
         "    def find_spec(self, name, *_):\n"
         "        extras = 'numpy scipy sklearn matplotlib typer rich pooch jinja2 PIL onnx onnxscript onnxruntime'\n"
+        "        extras += ' pandas pyarrow ray'\n"
         "        if name.split('.')[0] in extras.split():\n"
         "            raise ModuleNotFoundError(name)\n"
         "sys.meta_path.insert(0, Refuse())\n"

@@ -50,6 +50,12 @@ def describe(
 def run(arguments: list[str]) -> None:
     """Runs one command; raises what it raises, and KeyboardInterrupt after Ctrl-C."""
     console.quiet = False  # which --json sets
+    # Typer has no options whose value may be left out, as the address of --ray may.
+    following = [*arguments[1:], "--"]
+    arguments = [
+        f"{word}=" if word == "--ray" and after.startswith("-") else word
+        for word, after in zip(arguments, following, strict=True)
+    ]
     try:
         code = typer.main.get_command(app).main(arguments, prog_name="stochbn", standalone_mode=False)
     except typer.Abort:

@@ -168,6 +168,10 @@ def reproduce(
     samples: ProtocolSamples = None,
     jobs: Annotated[int, typer.Option(metavar="N", help="Networks at a time; several have one thread each.")] = 1,
     folder: Folder = None,
+    ray: Annotated[
+        str | None,
+        typer.Option(metavar="[ADDRESS]", help="Make the networks on a Ray cluster, or on one started here."),
+    ] = None,
     threads: Threads = None,
     *,
     changes: dict[str, Any],
@@ -184,7 +188,7 @@ def reproduce(
 
     Example: `stochbn reproduce vgg11 --jobs 2`
     """
-    _reproduce(_choose(EXPERIMENTS, experiment, "experiment").vary(**changes), out, samples, folder, jobs)
+    _reproduce(_choose(EXPERIMENTS, experiment, "experiment").vary(**changes), out, samples, folder, jobs, ray)
 
 
 def study(
@@ -218,12 +222,26 @@ def study(
     say(f"Wrote {path}")
 
 
-def _reproduce(experiment: Experiment, out: Path | None, samples: int | None, folder: Path | None, jobs: int) -> None:
+def _reproduce(
+    experiment: Experiment,
+    out: Path | None,
+    samples: int | None,
+    folder: Path | None,
+    jobs: int,
+    ray: str | None = None,
+) -> None:
     from stochbn.experiments.evaluation import queue
 
     results = out or Path("results", experiment.recipe.name)
     console.rule(f"Reproduce {experiment.name}{experiment.options}")
-    queue.reproduce(experiment, results, jobs=jobs, num_samples=samples, data=folder, console=console)
+    options: dict[str, Any] = {"num_samples": samples, "data": folder, "console": console}
+    if ray is None:
+        queue.reproduce(experiment, results, jobs=jobs, **options)
+    else:
+        from stochbn.cli.ray import connected, count_cores, make_networks
+
+        with connected(ray, logs=True):
+            queue.reproduce(experiment, results, jobs=count_cores(), make_all=make_networks, **options)
     report(results)
 
 

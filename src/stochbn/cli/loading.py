@@ -9,7 +9,7 @@ import operator
 import os
 import sys
 import zipfile
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, cast
 
@@ -26,7 +26,7 @@ from stochbn.statistics.checks import listing
 _DATA_SUFFIXES = (".npz", ".npy", ".safetensors")
 
 
-def load_model(factory: str, checkpoint: Path, device: str) -> nn.Module:
+def load_model(factory: str | Callable[[], nn.Module], checkpoint: Path, device: str) -> nn.Module:
     """Builds a network with the weights of a checkpoint, which must be its own to the last key."""
     model = cast(nn.Module, _make(factory, (nn.Module,), "an nn.Module"))
     state = _strip_prefix(_read_state(checkpoint), model, checkpoint)
@@ -88,8 +88,8 @@ def load_data(reference: str, model: nn.Module, batch_size: int | None, shuffle:
     return DataLoader(data, batch_size, shuffle=shuffle, generator=torch.Generator().manual_seed(0))
 
 
-def _make(reference: str, kinds: tuple[type, ...], wanted: str) -> object:
-    made = _load_object(reference)
+def _make(reference: str | Callable[[], object], kinds: tuple[type, ...], wanted: str) -> object:
+    made: Any = _load_object(reference) if isinstance(reference, str) else reference
     if not isinstance(made, kinds) and callable(made):
         try:
             made = made()

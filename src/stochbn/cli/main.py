@@ -12,6 +12,7 @@ EXTRAS = {
     "cli": ("numpy", "rich", "typer"),
     "play": ("starlette", "uvicorn"),
     "plots": ("jinja2", "matplotlib"),
+    "ray": ("pyarrow", "ray"),
     "experiments": ("PIL", "pooch", "scipy", "sklearn"),
 }
 

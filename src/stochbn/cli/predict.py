@@ -44,7 +44,7 @@ def predict(
     factory: Factory,
     checkpoint: ManyWeights,
     data: Data,
-    out: Annotated[Path, typer.Option(help="File to write: .csv, .npz or .parquet.")],
+    out: Annotated[Path, typer.Option(help="File to write: .csv, .npz or .parquet; with --ray a folder.")],
     stats: Stats = None,
     samples: SamplesOrAuto = 50,
     tolerance: Annotated[
@@ -57,6 +57,13 @@ def predict(
     dropout: Dropout = False,
     compile: Compile = False,  # noqa: A002
     device: Device = "cpu",
+    ray: Annotated[
+        str | None,
+        typer.Option(
+            metavar="[ADDRESS]",
+            help="Predict on a Ray cluster, or on one started here: --data is Parquet, or a folder of it or of images.",
+        ),
+    ] = None,
     threads: Threads = None,
     json: Json = False,
 ) -> None:
@@ -74,6 +81,20 @@ def predict(
 
     Example: `stochbn predict nets:build --checkpoint net.pt --stats net.sbn.safetensors --data x.npz --out pred.csv`
     """
+    if ray is not None:
+        if len(checkpoint) > 1 or compile or classes or samples == "auto":
+            raise ValueError(
+                "Expected one --checkpoint and a number of --samples with --ray, without --compile or --classes."
+            )
+        given: dict[str, Any] = {"num_samples": samples, "seed": seed, "link": link, "dropout": dropout}
+        given |= {
+            "factory": factory,
+            "checkpoint": checkpoint[0],
+            "stats": stats[0] if stats else None,
+            "device": device,
+        }
+        _predict_on_ray(ray, Path(data), out, batch_size=batch_size, **given)
+        return
     check_suffix(out)
     check_out(out, checkpoint, data, stats, classes)
     sources = load_stats(stats, checkpoint)
@@ -101,6 +122,14 @@ def predict(
     write_columns(out, columns | ({} if targets is None else {"label": targets}), ids, names)
     say(f"Wrote {out}")
     _summarise(out, prediction, scores, ids, names)
+
+
+def _predict_on_ray(address: str, data: Path, out: Path, **options: Any) -> None:
+    from stochbn.cli.ray import predict_files
+
+    count = predict_files(address, data, out, **options)
+    say(f"Wrote {out}, {count} rows")
+    tell({"command": "predict", "out": out, "num_inputs": count})
 
 
 @dataclass

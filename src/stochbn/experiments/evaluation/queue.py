@@ -7,7 +7,7 @@ import multiprocessing
 import os
 import signal
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from io import StringIO
@@ -40,14 +40,15 @@ def reproduce(
     jobs: int = 1,
     num_samples: int | None = None,
     data: Path | None = None,
+    make_all: "MakeAll | None" = None,
     console: Console | None = None,
 ) -> None:
     """Trains every network of an experiment, evaluates each as soon as it is trained, and measures the first closely.
 
     What has been done is not done again. With several jobs each network has a process of its own, with one thread: on
     few cores that makes the most of them. There the others go on if one fails. A single job runs in this process, with
-    the threads that torch has. A network that another process is at work on is left to it. The other arguments are
-    those of `evaluate`.
+    the threads that torch has. A network that another process is at work on is left to it. With `make_all` another
+    engine makes the networks, so many at a time. The other arguments are those of `evaluate`.
 
     Raises:
         ValueError: `jobs` is below 1.
@@ -60,8 +61,9 @@ def reproduce(
     splits = load_splits(experiment.recipe, data)  # before several processes would fetch the same files
     runs = plan(experiment, folder, num_samples=num_samples)
     show(runs, jobs, console)
-    make = _Maker(experiment, folder, num_samples, data)
-    failures = _make_all(make, [run for run in runs if run.state != "done"], jobs, console)
+    make = Maker(experiment, folder, num_samples, data)
+    left = [run for run in runs if run.state != "done"]
+    failures = make_all(make, left, console) if make_all else _make_all(make, left, jobs, console)
     if failures:
         reasons = "; ".join(f"{name}: {reason}" for name, reason in failures.items())
         raise QueueError(f"Expected to make all networks, got {len(failures)} failures ({reasons}). Start it again.")
@@ -69,7 +71,7 @@ def reproduce(
 
 
 @dataclass(frozen=True)
-class _Maker:
+class Maker:
     """Trains and evaluates one network, in whatever process."""
 
     experiment: Experiment
@@ -89,7 +91,10 @@ class _Maker:
         return plan(self.experiment, self.folder, num_samples=self.num_samples)
 
 
-def _make_all(make: _Maker, left: list[Run], jobs: int, console: Console) -> dict[str, str]:
+MakeAll = Callable[[Maker, list[Run], Console], dict[str, str]]  # makes networks, and returns why some failed, by name
+
+
+def _make_all(make: Maker, left: list[Run], jobs: int, console: Console) -> dict[str, str]:
     """Makes networks, in their order, and returns why some failed, by name."""
     failures: dict[str, str] = {}
     workers: dict[Connection, tuple[Run, BaseProcess]] = {}
@@ -132,7 +137,7 @@ def _make_all(make: _Maker, left: list[Run], jobs: int, console: Console) -> dic
     return failures
 
 
-def _start(make: _Maker, run: Run) -> dict[Connection, tuple[Run, BaseProcess]]:
+def _start(make: Maker, run: Run) -> dict[Connection, tuple[Run, BaseProcess]]:
     # A fresh interpreter each: a fork would inherit torch's threads in whatever state they are.
     context = multiprocessing.get_context("spawn")
     receiver, sender = context.Pipe(duplex=False)
@@ -143,7 +148,7 @@ def _start(make: _Maker, run: Run) -> dict[Connection, tuple[Run, BaseProcess]]:
     return {receiver: (run, process)}
 
 
-def _work(make: _Maker, run: Run, pipe: Connection) -> None:
+def _work(make: Maker, run: Run, pipe: Connection) -> None:
     threading.Thread(target=_end_with_parent, daemon=True).start()
     torch.set_num_threads(1)
     try:
