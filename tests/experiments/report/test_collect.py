@@ -9,6 +9,7 @@ from stochbn.experiments.files import PARTS, File, prediction_path
 from stochbn.experiments.methods import METHODS, SPREADS
 from stochbn.experiments.report.choose import choose_temperature, temper
 from stochbn.experiments.report.collect import collect, has_dropout, select_exact
+from stochbn.experiments.report.notes import describe_notes
 from stochbn.experiments.report.report import read_files, write_report
 from stochbn.experiments.report.scores import Chosen, score
 
@@ -122,6 +123,30 @@ def test_the_fitted_spread_alone_gives_no_chosen_row(make_files, tmp_path):
     assert "last" in found
     assert "ensemble+last" in found
     assert not {"last-tuned", "stage", "ensemble+last-tuned"} & found.keys()
+
+
+def test_validation_data_with_hardly_a_mistake_choose_nothing(cifar5, tmp_path):
+    """Nine mistakes a network: no temperature and no spread, and a tuned row that repeats another is left out."""
+    other = tmp_path / "vgg11"
+    shutil.copytree(cifar5 / "predictions", other / "predictions")
+    for path in (other / "predictions").iterdir():
+        file = File.read(path)
+        labels = file.tensors["labels/validation"].long()
+        sure = torch.full((len(labels), 10), -8.0).scatter(1, labels[:, None], -0.01)
+        sure[:9] = sure[:9].roll(1, 1)
+        replaced = {name: sure.half() for name in file.tensors if name.endswith("/validation/log_probs")}
+        drawn = {name: tensor for name, tensor in (file.tensors | replaced).items() if "sbn/" in name}
+        same = {name.replace("sbn/", "tuned/"): tensor.clone() for name, tensor in drawn.items()}
+        File(file.header, file.tensors | replaced | same).write(path)
+    results = collect(read_files(other)[0])
+    assert results.is_undecided
+    assert not collect(read_files(cifar5)[0]).is_undecided
+    assert (
+        not {"plain+temperature", "ensemble+temperature", "last-tuned", "tuned", "dropout+tuned"}
+        & results.methods.keys()
+    )
+    assert {"sbn", "last", "dropout+sbn"} < results.methods.keys()
+    assert any("fewer than ten mistakes" in note for note in describe_notes(results, has_paper=False))
 
 
 def test_without_validation_data_in_all_files_nothing_is_chosen(make_files, tmp_path):

@@ -42,6 +42,17 @@ def test_the_lead_says_what_was_found(results):
     assert second.endswith(" 1 of 2 claims that could be checked hold here.")
 
 
+def test_the_lead_compares_what_is_recommended_with_a_temperature(cifar5):
+    results = collect(read_files(cifar5)[0])
+    scores = score(results)
+    _, lead, _ = describe_findings(results, scores, [])
+    ours, simple = (scores[key]["nll"].value for key in ("last-tuned", "plain+temperature"))
+    assert f"have an NLL of {ours:.4f} and an AUROC of {scores['last-tuned']['auroc_entropy'].value:.3f}." in lead
+    assert f"A temperature alone has {simple:.4f} and " in lead
+    assert ("here the simpler method does" in lead) == (simple <= ours)
+    assert "gains little" in lead
+
+
 def test_what_is_missing_is_listed(lenet5, make_files, tmp_path):
     text = notes_of(lenet5)
     assert "Not finished: One network has 3 of the 6 networks of this experiment." in text

@@ -18,6 +18,7 @@ Networks = dict[int, Network]  # by seed
 
 _SPREAD = (("stage", "stage-tuned"), ("last", "last-tuned"))  # with the fitted spread, and with a chosen one
 _VALIDATION = "labels/validation"
+_SAME = (("tuned", "sbn"), ("dropout+tuned", "dropout+sbn"))  # where validation data leave the fitted spread
 _MUST_AGREE = ("experiment", "options", "data", "out_of_domain", "classes", "num_samples", "draw_seed")
 
 
@@ -50,13 +51,18 @@ def collect(files: Sequence[File]) -> Results:
         for method in METHODS.values()
         for scored in _list_rows(method, networks, chosen, validation)
     }
+    for tuned, fitted in _SAME:
+        if tuned in methods and fitted in methods and _is_same(networks[tuned], networks[fitted]):
+            del methods[tuned]  # the fitted spread stands
     if not methods:
         raise DataError(f"Expected predictions by a known method in {files[0].path}, got none. Evaluate again.")
     if experiment := EXPERIMENTS.get(files[0].header["experiment"]):
         for key, scored in methods.items():
             wanted = experiment.num_dropout_seeds if scored.method.group == "dropout" else experiment.num_seeds
             methods[key] = replace(scored, num_wanted=wanted)
-    return Results(files[0].header, labels, methods, has_out_of_domain)
+    plain = networks.get("plain", {}).values()
+    is_undecided = validation is not None and not any(can_choose(one["validation"][0], validation) for one in plain)
+    return Results(files[0].header, labels, methods, has_out_of_domain, is_undecided)
 
 
 def select_exact(results: Results, diagnostics: File) -> Results | None:
@@ -152,10 +158,11 @@ def _choose(networks: dict[str, Networks], labels: Tensor) -> dict[str, Chosen]:
             chosen[tuned] = Chosen(tuple(picked.values()), has_end)
     if "plain" in networks:
         pairs = {seed: temper_network(network, labels) for seed, network in networks["plain"].items()}
-        tempered = METHODS["plain"].tempered().key
-        networks[tempered] = {seed: network for seed, (network, _) in pairs.items()}
         temperatures = tuple(temperature for _, temperature in pairs.values())
-        chosen[tempered] = Chosen(temperatures, any(map(is_end, temperatures)))
+        if any(temperature != 1 for temperature in temperatures):
+            tempered = METHODS["plain"].tempered().key
+            networks[tempered] = {seed: network for seed, (network, _) in pairs.items()}
+            chosen[tempered] = Chosen(temperatures, any(map(is_end, temperatures)))
     return chosen
 
 
@@ -181,8 +188,10 @@ def _list_rows(
     yield _score_ensemble(method, tuple(members), ensembles)
     if method.key == "ensemble" and validation is not None:
         tempered = [temper_network(ensemble, validation) for ensemble in ensembles]
-        found = _score_ensemble(method.tempered(), tuple(members), [network for network, _ in tempered], several=False)
-        yield replace(found, chosen=Chosen((tempered[0][1],), is_end(tempered[0][1])))
+        temperature = tempered[0][1]
+        if temperature != 1:
+            found = _score_ensemble(method.tempered(), tuple(members), [one for one, _ in tempered], several=False)
+            yield replace(found, chosen=Chosen((temperature,), is_end(temperature)))
 
 
 def _score_ensemble(
@@ -197,6 +206,12 @@ def _score_ensemble(
 def _to_output(network: Network, several: bool) -> dict[str, Output]:
     """Returns what is scored: the draws' or members' mean entropy too, if there are several of them."""
     return {part: Output(probs, h if several else None) for part, (probs, h) in network.items() if part in PARTS}
+
+
+def _is_same(some: Networks, others: Networks) -> bool:
+    return some.keys() == others.keys() and all(
+        torch.equal(network[part][0], others[seed][part][0]) for seed, network in some.items() for part in network
+    )
 
 
 def _take(output: Output, index: Tensor) -> Output:

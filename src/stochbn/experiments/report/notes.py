@@ -47,12 +47,32 @@ def describe_findings(results: Results, scores: Scores, claims: Sequence[Claim])
             if key in scores["plain"]
         ]
         found.append(f"With SBN one network's {', its '.join(parts[:-1])}, and its {parts[-1]}.")
+    recommended = next((key for key in ("last-tuned", "last") if key in scores), None)
+    if recommended and "auroc_entropy" in scores[recommended]:
+        found.append(_describe_recommended(recommended, scores))
     best = min(scores, key=lambda key: scores[key]["nll"].value)
     found.append(f"The lowest NLL, {scores[best]['nll'].value:.4f}, is that of {results.methods[best].label}.")
     if checked := [claim for claim in claims if claim.holds is not None]:
         num_held = sum(claim.holds is True for claim in checked)
         found[-1] += f" {num_held} of {len(checked)} claims that could be checked hold here."
     return found
+
+
+def _describe_recommended(key: str, scores: Scores) -> str:
+    """Says what draws in the last layer do for one network, and where something simpler does as well."""
+    nll, auroc = (f"{scores[key][name].value:{form}}" for name, form in (("nll", ".4f"), ("auroc_entropy", ".3f")))
+    sentence = (
+        f"Draws in its last layer alone, which the guide recommends, have an NLL of {nll} and an AUROC of {auroc}."
+    )
+    tempered = scores.get("plain+temperature")
+    if tempered is not None:
+        simple, other = tempered["nll"].value, tempered["auroc_entropy"].value
+        sentence += f" A temperature alone has {simple:.4f} and {other:.3f}"
+        sentence += ": here the simpler method does." if simple <= scores[key]["nll"].value else "."
+    return (
+        f"{sentence} Draws help networks that are too sure of themselves; one that was stopped early, or trained with "
+        "large mini-batches, gains little, and where only the NLL matters a temperature may do."
+    )
 
 
 def describe_provenance(files: Sequence[File], results: Results) -> dict[str, Any]:
@@ -92,6 +112,11 @@ def describe_notes(results: Results, *, has_paper: bool) -> list[str]:
         notes.append("Deep Ensembles need at least two networks without dropout; there are fewer.")
     if "tuned" in methods or "dropout+tuned" in methods:
         notes.append("Tuned SBN: its spread was chosen for each network by the NLL on validation data.")
+    if results.is_undecided:
+        notes.append(
+            "Validation data with fewer than ten mistakes choose neither a spread nor a temperature, so methods that "
+            "would have one are left out."
+        )
     notes += [_describe_choice(scored, scored.chosen) for scored in methods.values() if scored.chosen]
     if has_paper:
         notes.append(

@@ -148,6 +148,7 @@ class Results:
     labels: Tensor
     methods: dict[str, Scored]
     has_out_of_domain: bool
+    is_undecided: bool = False  # whether validation data have too few mistakes to choose anything
 
 
 def measure(output: dict[str, Output], labels: Tensor) -> dict[str, float]:
