@@ -206,7 +206,7 @@ def _run(found: _Found, folder: Path, batch_size: int, options: dict[str, Any]) 
     context.enable_progress_bars = sys.stderr.isatty()
     context.print_on_execution_start = False
     context.raise_original_map_exception = True
-    # The second version starts processes of their own to read footers: over a second, for one file as for many.
+    # The second version starts processes of their own to read footers: over 1 s for one small file, not 0.2 s.
     context.use_datasource_v2 = False
     if found.column is not None:
         rows = data.read_parquet(found.files, columns=["id", found.column], num_cpus=READING)
