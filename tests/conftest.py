@@ -20,7 +20,14 @@ torch.set_num_threads(1)  # the networks are tiny: threads would only wait for e
 TOGETHER = ("tests/experiments/evaluation", "tests/experiments/report", "tests/experiments/study", "tests/play")
 # What takes longest comes first: at the end it would keep one process busy while the others are done.
 QUEUES = "tests/experiments/evaluation/test_queue.py"  # which share nothing with their folder
-FIRST = (QUEUES, "tests/experiments/evaluation", "tests/inference", "tests/experiments", "tests/test_docs.py")
+FIRST = (
+    QUEUES,
+    "tests/cli/test_ray.py",
+    "tests/experiments/evaluation",
+    "tests/inference",
+    "tests/experiments",
+    "tests/test_docs.py",
+)
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:

@@ -3,9 +3,11 @@
 import os
 import re
 import signal
+import socket
 import sys
 import threading
 import time
+from contextlib import ExitStack
 from dataclasses import replace
 from pathlib import Path
 
@@ -282,6 +284,25 @@ def test_what_cannot_be_is_one_sentence_before_a_cluster_starts(network, refused
     given |= {"data": "data", "out": "out", "ray": "127.0.0.1:1", **options}
     assert re.search(message, refused("predict", **given))
     assert sorted(p for p in Path().rglob("*") if "__pycache__" not in str(p)) == before
+
+
+@pytest.mark.parametrize(
+    ("answer", "got"), [(b"", "timed out"), (b"HTTP/1.1 400 Bad Request", "another server is there")]
+)
+def test_a_server_that_is_no_cluster_is_not_waited_for(network, refused, monkeypatch, answer, got):
+    monkeypatch.setattr("stochbn.cli.ray.PATIENCE", 0.5)
+    with socket.create_server(("127.0.0.1", 0)) as server, ExitStack() as connections:
+
+        def serve():
+            connections.enter_context(server.accept()[0]).sendall(answer)
+
+        thread = threading.Thread(target=serve)
+        thread.start()
+        given = {"factory": "ray_nets:build", "checkpoint": "net.pt", "data": "data", "out": "out"}
+        address = f"127.0.0.1:{server.getsockname()[1]}"
+        assert f"got none that answers ({got})" in refused("predict", **given, ray=address)
+        thread.join()
+    assert not left_over()
 
 
 def test_the_address_may_be_left_out(run, monkeypatch):

@@ -55,11 +55,9 @@ def connected(address: str, *, logs: bool = False) -> Iterator[None]:
     import ray
 
     address = address or os.environ.get("RAY_ADDRESS", "local")
-    host, _, port = address.removeprefix("ray://").rpartition(":")
     try:
-        if address not in ("auto", "local"):
-            # Ray itself would wait for a minute, and then end the process.
-            socket.create_connection((host, int(port)), PATIENCE).close()
+        if address not in ("auto", "local") and os.environ.get("RAY_USE_TLS", "0") == "0":
+            _knock(address)
         ray.init(address, include_dashboard=False, log_to_driver=logs, logging_level=logging.ERROR)
     except (OSError, OverflowError, RuntimeError, ValueError) as error:
         raise ValueError(
@@ -70,6 +68,15 @@ def connected(address: str, *, logs: bool = False) -> Iterator[None]:
         yield
     finally:
         ray.shutdown()
+
+
+def _knock(address: str) -> None:
+    """Raises unless a server of gRPC answers, as Ray's is one; Ray itself would wait for minutes."""
+    host, _, port = address.removeprefix("ray://").rpartition(":")
+    with socket.create_connection((host, int(port)), PATIENCE) as connection:
+        connection.sendall(b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n" + bytes([0, 0, 0, 4, 0, 0, 0, 0, 0]))
+        if connection.recv(9)[3:4] != b"\x04":  # a frame of settings, which HTTP/2 begins with
+            raise ValueError("another server is there")
 
 
 def predict_files(
@@ -199,7 +206,7 @@ def _run(found: _Found, folder: Path, batch_size: int, options: dict[str, Any]) 
     context.enable_progress_bars = sys.stderr.isatty()
     context.print_on_execution_start = False
     context.raise_original_map_exception = True
-    # The second version starts processes of their own to read footers: over a second, for one file as for many.
+    # The second version starts processes of their own to read footers: over 1 s for one small file, not 0.2 s.
     context.use_datasource_v2 = False
     if found.column is not None:
         rows = data.read_parquet(found.files, columns=["id", found.column], num_cpus=READING)
