@@ -35,7 +35,7 @@ def test_the_three_commands_of_readme_end_in_a_page(own, capsys):
             main([*given, *(["--risk", "0.9"] if given[0] == "assess" else [])])
         out = capsys.readouterr().out
         assert ended.value.code == 0
-        assert "\nNext: " in out
+        assert "\nNext" in out
     assert "Next: open assessment/index.html" in out
     text = Path("assessment/index.html").read_text("utf-8")
     assert "Given statistics, tuned" in text

@@ -214,14 +214,10 @@ def _check_threads(subject: Subject) -> None:
 
     runs: dict[str, Callable[[Any], Any]] = {
         "predict": lambda inputs: other.predict(stats, inputs, "identity").samples,
-        "predict with chunk_size=1": lambda inputs: other.predict(stats, inputs, "identity", chunk_size=1).samples,
         "Predictor": lambda inputs: predictor(inputs).samples,
         "the network itself": call,
     }
     jobs = [(name, inputs) for inputs in (subject.example, rows(subject.example, 0, 1)) for name in runs]
-    # Of what has no length predict captures the pass at once, and not in the middle, when it has been called often.
-    options: dict[str, Any] = {"num_samples": NUM_SAMPLES, "link": "identity", "call": other.call or call_on_inputs}
-    stochbn.predict(other.model, stats, iter([subject.example]), **options)
     alone = [runs[name](inputs) for name, inputs in jobs]
     start = threading.Barrier(NUM_THREADS)
 
@@ -262,8 +258,8 @@ def _check_round_trip(subject: Subject) -> None:
     for field in fields(stats):
         if not _equal(getattr(loaded, field.name), getattr(stats, field.name)):
             raise AssertionError(f"{field.name} is another after saving and loading")
-    again = subject.prepare(loaded)(subject.example)  # not predict, which may be captured by now and was not before
-    if not _same(again.mean, subject.predictor(subject.example).mean):
+    again = subject.predict(loaded, subject.example, subject.link)
+    if not _same(again.mean, subject.eager.mean):
         raise AssertionError("predictions are others after saving and loading")
 
 

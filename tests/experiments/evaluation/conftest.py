@@ -3,7 +3,7 @@ from pathlib import Path
 import pytest
 
 from stochbn.experiments.data.splits import Split, load_split
-from stochbn.experiments.report import figures
+from stochbn.experiments.report import report
 from stochbn.experiments.training.recipes import EXPERIMENTS
 from tiny import TINY, measure_little, run
 
@@ -17,7 +17,7 @@ def results(tmp_path_factory: pytest.TempPathFactory) -> Path:
         patch.setitem(EXPERIMENTS, "tiny", TINY)
         measure_little(patch)
         patch.setattr(
-            figures, "render", lambda figure: {"png": b"", "svg": b"<svg/>"}
+            report, "render", lambda figure: {"png": b"", "svg": b"<svg/>"}
         )  # a test of the report draws them
         assert run("reproduce", "tiny", "--out", str(folder), "--samples", "6", "--threads", "1") == 0
     return folder

@@ -315,7 +315,7 @@ def test_report_of_what_was_evaluated(results: Path) -> None:
         assert appendix in markdown
         assert appendix in shown
     drawn = list((results / "figures").glob("*.png"))
-    assert len(drawn) == html.count("<img ") == 13
+    assert len(drawn) == html.count("<img ") == 12
     for path in drawn:
         with Image.open(path) as image:
             assert np.asarray(image.convert("L")).std() > 5, path.name

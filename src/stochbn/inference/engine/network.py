@@ -2,11 +2,8 @@
 
 Two paths lead there. A pass that is worth it is captured once, as a graph with the draws folded into its batch
 (`graph`). What cannot be captured, or is over sooner than a capture, runs stacked on a twin of the model (`stacking`).
-Both give the same numbers, to rounding, and a call takes one of them.
-
-The rule: a pass is captured once it has cost about as much as a capture, counting earlier calls with inputs of this
-form and all that the call at hand will bring. So no more time is lost by waiting too long than a capture takes. What is
-to be called often, as a `Predictor` is, captures at once.
+Which one depends on the model and on the call, never on what was called before, so equal calls give equal bits. To
+count earlier calls would make repeated small ones faster, but which bits a thread gets would then depend on others.
 """
 
 import copy
@@ -158,15 +155,12 @@ class Network:
 
     def _find_captured(self, item: Any, num_draws: int) -> Captured | None:
         """Returns the graph of a pass over such items, if it can be captured and the rule wants it."""
-        graph = self._find_graph(item)
         if self._num_batches is not None and not self._compiles:
             values = sum(tensor.numel() for tensor in tensors_in(item))
             work = num_draws * (num_examples(item) * self._num_parameters + USES_A_VALUE * values)
-            before = self._kept.work_before.setdefault(graph, graph.work)
-            graph.work += work
-            if before + self._num_batches * work <= WORTH_CAPTURING:
+            if self._num_batches * work <= WORTH_CAPTURING:
                 return None
-        captured = self._capture_once(graph, item)
+        captured = self._capture_once(graph := self._find_graph(item), item)
         if captured is None and self._compiles:
             raise RuntimeError(
                 f"Expected {type(self.model).__name__} to compile, got a forward pass that cannot be captured: "
@@ -270,7 +264,6 @@ class Network:
             log.info("%s is not captured: %s", type(self.model).__name__, graph.problem)
         finally:
             _STATE.is_capturing = False
-        graph.work = math.inf  # later calls need not wait
         # glibc hands freed memory back to the system, and a page fault for each 4 kB brings it back, unless a larger
         # block was freed once (32 MB at most). Values of a chunk come and go in every call, so they took most of it.
         torch.empty(FREED_BYTES, dtype=torch.uint8, device="cpu")
@@ -357,7 +350,6 @@ class _Kept:
     maps: dict[tuple[Captured, int, int], list[Tensor | None]] = field(default_factory=dict)
     num_numbers: int = 0  # in these
     idle: list[Stacking] = field(default_factory=list)
-    work_before: dict["_Graph", float] = field(default_factory=dict)  # by earlier calls, so that this has one path
 
 
 @dataclass(eq=False)
@@ -366,7 +358,6 @@ class _Graph:
 
     problem: str = ""
     captured: Captured | None = None
-    work: float = 0.0  # of calls so far that it would have served
     lock: threading.Lock = field(default_factory=threading.Lock)
 
 
