@@ -79,7 +79,7 @@ def ask(port: int, drawings: list[list[list[list[float]]]]) -> list[float]:
         for length in range(1, len(stroke) + 1):
             body = json.dumps([stroke[:length]])
             start = time.perf_counter()
-            connection.request("POST", "/answer", body)
+            connection.request("POST", "/answer", body, {"Content-Type": "application/json"})
             answer = json.loads(connection.getresponse().read())
             seconds.append(time.perf_counter() - start)
             if sum(answer["votes"]) != NUM_NETWORKS:

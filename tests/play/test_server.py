@@ -30,7 +30,9 @@ def test_strokes_are_answered(client, panel, drawn):
 
 def test_strokes_are_answered_to_many_at_once(address, drawn):
     def ask(name):
-        request = urllib.request.Request(f"{address}/answer", json.dumps(drawn[name]).encode())
+        request = urllib.request.Request(
+            f"{address}/answer", json.dumps(drawn[name]).encode(), {"Content-Type": "application/json"}
+        )
         with urllib.request.urlopen(request, timeout=60) as answer:
             return json.loads(answer.read())["predicted"]
 
@@ -48,6 +50,13 @@ def test_examples_and_what_is_said_about_them(client, panel):
         assert (refused.status_code, refused.json()) == (422, {"error": "Expected kind=digit or kind=letter."})
 
 
+def test_other_pages_send_nothing(client, drawn):
+    """A browser lets another page post text and forms without asking, JSON not."""
+    refused = client.post("/answer", content=json.dumps(drawn["0"]), headers={"Content-Type": "text/plain"})
+    assert refused.status_code == 422
+    assert "Expected a drawing as application/json" in refused.json()["error"]
+
+
 @pytest.mark.parametrize(
     ("body", "message"),
     [
@@ -60,7 +69,7 @@ def test_examples_and_what_is_said_about_them(client, panel):
     ],
 )
 def test_what_is_no_drawing_is_a_sentence(client, body, message):
-    refused = client.post("/answer", content=body)
+    refused = client.post("/answer", content=body, headers={"Content-Type": "application/json"})
     assert refused.status_code == 422
     assert re.search(message, refused.json()["error"])
 

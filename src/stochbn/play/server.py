@@ -28,7 +28,10 @@ HEADERS = {
 
 
 def make_app(panel: Panel) -> Starlette:
-    """Returns the web application for a panel of networks."""
+    """Returns the web application for a panel of networks.
+
+    It answers its own page alone: other pages that a browser has open can send no drawings here.
+    """
     page = importlib.resources.files("stochbn.play").joinpath("page.html").read_text("utf-8")
 
     async def show_page(request: Request) -> Response:
@@ -39,6 +42,8 @@ def make_app(panel: Panel) -> Starlette:
 
     async def answer(request: Request) -> Response:
         try:
+            if request.headers.get("content-type") != "application/json":  # which browsers let no other page send
+                raise ValueError("Expected a drawing as application/json. Open the page of stochbn play.")
             strokes = parse_strokes(json.loads(await _read(request)))
         except (ValueError, RecursionError) as error:  # of JSON too
             return JSONResponse({"error": str(error)}, 422, headers=HEADERS)
@@ -97,5 +102,5 @@ def listen(host: str, port: int) -> socket.socket:
 
 def serve(app: Any, taken: socket.socket) -> None:
     """Serves an application at a port until it is interrupted."""
-    config = uvicorn.Config(app, log_level="warning", lifespan="off", ws="none")
+    config = uvicorn.Config(app, log_level="warning", lifespan="off", ws="none", limit_concurrency=32)
     uvicorn.Server(config).run(sockets=[taken])

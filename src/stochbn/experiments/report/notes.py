@@ -68,10 +68,10 @@ def _describe_recommended(key: str, scores: Scores) -> str:
     if tempered is not None:
         simple, other = tempered["nll"].value, tempered["auroc_entropy"].value
         sentence += f" A temperature alone has {simple:.4f} and {other:.3f}"
-        sentence += ": here the simpler method does." if simple <= scores[key]["nll"].value else "."
+        sentence += ": by the NLL, the simpler method does here." if simple <= scores[key]["nll"].value else "."
     return (
-        f"{sentence} Draws help networks that are too sure of themselves; one that was stopped early, or trained with "
-        "large mini-batches, gains little, and where only the NLL matters a temperature may do."
+        f"{sentence} When draws do not help: if only the NLL matters, a temperature may do, and a network that is not "
+        "too sure of itself gains little."
     )
 
 

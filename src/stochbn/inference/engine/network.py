@@ -6,6 +6,7 @@ Which one depends on the model and on the call, never on what was called before,
 count earlier calls would make repeated small ones faster, but which bits a thread gets would then depend on others.
 """
 
+import contextlib
 import copy
 import logging
 import math
@@ -264,9 +265,11 @@ class Network:
             log.info("%s is not captured: %s", type(self.model).__name__, graph.problem)
         finally:
             _STATE.is_capturing = False
-        # glibc hands freed memory back to the system, and a page fault for each 4 kB brings it back, unless a larger
-        # block was freed once (32 MB at most). Values of a chunk come and go in every call, so they took most of it.
-        torch.empty(FREED_BYTES, dtype=torch.uint8, device="cpu")
+        # glibc hands freed blocks back to the system, and a page fault for each 4 kB brings them back, unless a larger
+        # block was freed once (32 MB at most). The values of a chunk are such blocks, in every call: without this, page
+        # faults took most of a small call's time. With other allocators it does nothing.
+        with contextlib.suppress(RuntimeError):  # where memory is limited
+            torch.empty(FREED_BYTES, dtype=torch.uint8, device="cpu")
 
     def _capture_and_verify(self, item: Any) -> Captured:
         sampler, run_model = self._sampler, self._make_stacking().run_one_by_one
