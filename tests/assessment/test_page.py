@@ -7,9 +7,10 @@ from dataclasses import replace
 from html.parser import HTMLParser
 
 import pytest
+import torch
 
 import stochbn
-from assessment.conftest import KINDS
+from assessment.conftest import KINDS, classes
 from stochbn.assessment import page
 
 HOSTILE = '<script>alert(1)</script>"><img src=x onerror=alert(2)> $x^ \\ [b]'
@@ -56,6 +57,28 @@ def test_the_page_is_whole_and_needs_nothing_else(assessed, kind, tmp_path):
     if kind == "classes":
         assert stochbn.load_rule(tmp_path / "out" / "abstain.json") == found.rule
         assert "cat → cat" in words
+
+
+def test_what_was_chosen_is_beside_its_rule(tmp_path):
+    """The rule accepts, of predictions made as the page says, what it accepted in the assessment."""
+    torch.manual_seed(1)
+    model, loaders = classes()
+    del loaders["val_loader"]
+    found = stochbn.assess(model, **loaders, risk=0.4, num_samples=6, progress=False)
+    text = found.save(tmp_path).read_text("utf-8")
+    stats, rule = stochbn.load(tmp_path / "chosen.sbn.safetensors"), stochbn.load_rule(tmp_path / "abstain.json")
+    x = torch.cat([x for x, _ in loaders["test_loader"]])
+    assert rule(stochbn.predict(model, stats, x, num_samples=6)).sum() == found.rule.num_accepted
+    assert "chosen.sbn.safetensors\"), x, num_samples=6)" in text
+    assert "promises nothing for another method than Last layer, as fitted, nor for another number of draws" in text
+    tuning = stochbn.Tuning(spread=None, temperature=1.25)
+    text = replace(found, source=tuning).save(tmp_path).read_text("utf-8")
+    assert "divided by a temperature of <strong>1.25</strong>" in text
+    assert "stochbn.predict(model, stochbn.Tuning(spread=None, temperature=1.25), x)" in text
+    with torch.no_grad():
+        torch.testing.assert_close(stochbn.predict(model, tuning, x).probs, (model(x) / 1.25).softmax(1))
+    assert not (tmp_path / "chosen.sbn.safetensors").exists(), "of the earlier assessment"
+    assert "the plain network, which needs no file" in page.render_assessment(replace(found, source=None))
 
 
 def test_what_comes_from_a_user_is_escaped(assessed):
@@ -123,6 +146,15 @@ def test_nothing_is_half_written(assessed, tmp_path, monkeypatch):
 
     def fail(*_):
         raise OSError("disk full")
+
+    for name in ("index.html", "assessment.json", "abstain.json", "chosen.sbn.safetensors"):
+        (tmp_path / "old" / name).mkdir(parents=True)
+        with pytest.raises(ValueError, match=rf"Expected to write the file .*{name}, got a folder of that name"):
+            found.save(tmp_path / "old")
+        assert [path.name for path in (tmp_path / "old").iterdir()] == [name]
+        shutil.rmtree(tmp_path / "old")
+    page.check_folder(tmp_path / "not" / "yet" / "there")
+    assert [path.name for path in tmp_path.iterdir()] == ["file"]
 
     monkeypatch.setattr(stochbn.AbstainRule, "save", fail)
     with pytest.raises(OSError, match="disk full"):

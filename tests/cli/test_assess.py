@@ -47,7 +47,7 @@ def test_names_from_files_are_escaped(run):
     Path("names.txt").write_text(f"{HOSTILE}\n{HOSTILE}\n{HOSTILE}\n")
     code, out, _ = run("assess", classes="names.txt", title=HOSTILE, samples=4, risk=0.9)
     assert code == 0
-    assert "Wrote assessment/index.html, with assessment.json and abstain.json beside it." in out
+    assert "Wrote assessment/index.html, with assessment.json, abstain.json, chosen.sbn.safetensors beside it." in out
     assert "Validation data (--validation) would add" in out
     text = Path("assessment/index.html").read_text("utf-8")
     assert HOSTILE not in text
@@ -64,6 +64,7 @@ def test_names_from_files_are_escaped(run):
         ({"batch_size": None}, "Expected --batch-size"),
         ({"out": "model.pt"}, "Expected a folder to write the page to, got the file model.pt"),
         ({"out": "model.pt/deep"}, "Expected a folder to write the page to"),
+        ({"out": "not/yet/there", "risk": 2}, "Expected a risk between 0 and 1"),
         ({"classes": "nowhere.txt"}, "Expected a text file with a class name a line, got nowhere.txt"),
         ({"classes": "names.txt"}, "Expected a name for each of 3 classes, got 1 names"),
         ({"risk": 2}, "Expected a risk between 0 and 1, got 2.0"),

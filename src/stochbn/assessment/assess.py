@@ -145,6 +145,7 @@ def assess(
         labels=test.labels,
         tunings={key: tuning for key, source in sources.items() if (tuning := _tuning_of(source)) is not None},
         pictures={name: (part.most, part.least) for name, part in parts.items() if part.most},
+        source=sources[chosen],
     )
     return replace(found, verdict=tuple(describe(found)))
 

@@ -45,7 +45,7 @@ def assess(
     The plain network, a temperature, the paper's SBN and draws in the last layer alone stand side by side, with
     intervals. The page has a verdict, reliability, how much the network may answer alone at a risk of your choice,
     entropies of known and out-of-domain inputs, drift, the most and least certain images, and the cost. Beside it are
-    `assessment.json` and, for classes, the rule `abstain.json`.
+    `assessment.json`, for classes the rule `abstain.json`, and `chosen.sbn.safetensors` where draws were chosen.
 
     Needs: the network's code and weights, test data, training data or what `stochbn fit` or `stochbn tune` wrote, and
     `pip install 'stochbn[plots]'`. Validation data are optional; without them nothing is tuned or chosen.
@@ -55,7 +55,7 @@ def assess(
     Example: `stochbn assess nets:build --checkpoint net.pt --train train.npz --batch-size 32 --validation val.npz --test test.npz --out assessment`
     """  # noqa: E501
     # Before anything takes long: what the page needs, and a place for it.
-    from stochbn.assessment.page import NUMBERS, RULE, check_folder
+    from stochbn.assessment.page import CHOSEN, NUMBERS, RULE, check_folder
 
     check_folder(out)
     names = _read_names(classes)
@@ -71,8 +71,8 @@ def assess(
     found = stochbn.assess(model, title=title or factory, progress=sys.stderr.isatty(), **loaders, **options)
     page = found.save(out)
     say(str(found))
-    beside = [NUMBERS] if found.rule is None else [NUMBERS, RULE]
-    say(f"\nWrote {page}, with {' and '.join(beside)} beside it.")
+    beside = [name for name in (NUMBERS, RULE, CHOSEN) if (out / name).exists()]
+    say(f"\nWrote {page}, with {', '.join(beside)} beside it.")
     say(f"Next: open {page}, and show it to whoever decides whether the network may be used.")
     if validation is None:
         say("Validation data (--validation) would add a temperature, tuned draws, and a choice among them.")
