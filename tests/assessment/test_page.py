@@ -1,4 +1,5 @@
 import json
+import math
 import re
 import shutil
 import subprocess
@@ -69,7 +70,7 @@ def test_what_was_chosen_is_beside_its_rule(tmp_path):
     stats, rule = stochbn.load(tmp_path / "chosen.sbn.safetensors"), stochbn.load_rule(tmp_path / "abstain.json")
     x = torch.cat([x for x, _ in loaders["test_loader"]])
     assert rule(stochbn.predict(model, stats, x, num_samples=6)).sum() == found.rule.num_accepted
-    assert "chosen.sbn.safetensors\"), x, num_samples=6)" in text
+    assert 'chosen.sbn.safetensors"), x, num_samples=6)' in text
     assert "promises nothing for another method than Last layer, as fitted, nor for another number of draws" in text
     tuning = stochbn.Tuning(spread=None, temperature=1.25)
     text = replace(found, source=tuning).save(tmp_path).read_text("utf-8")
@@ -122,10 +123,19 @@ def test_tables_have_what_was_found(assessed):
     nll = found.methods["sbn"].scores["nll"]
     assert f"{nll.value:.4f} ({nll.low:.4f} to {nll.high:.4f})" in grid.rows[2]
     assert {row for row, _ in grid.bold} == {list(found.methods).index(found.chosen)}
+    column = grid.header.index("ECE, %")
+    assert grid.rows[2][column] == f"{found.methods['sbn'].scores['ece_percent'].value:.2f}"
     differences = page.lay_out_differences(found)
+    assert column not in {place for _, place in differences.bold}
     assert [row[0] for row in differences.rows] == [one.label for one in found.methods.values()][1:]
     assert page.lay_out_drift(found).rows[0][0] in found.drift["train"]
     assert page.lay_out_costs(found).rows[0][1:] == ["1", *page.lay_out_costs(found).rows[0][2:3], "1"]
+
+
+def test_a_rule_without_a_threshold_accepts_every_input(assessed):
+    found = assessed("classes")
+    rule = replace(found.rule, threshold=math.inf, num_accepted=112, num_errors=0)
+    assert "accept <strong>every input</strong>." in page.render_assessment(replace(found, rule=rule))
 
 
 def test_an_earlier_page_is_replaced_and_other_files_stay(assessed, tmp_path):

@@ -36,6 +36,7 @@ def test_the_three_commands_of_readme_end_in_a_page(own, capsys):
         out = capsys.readouterr().out
         assert ended.value.code == 0
         assert "\nNext" in out
+        assert given[0] != "tune" or "--validation VALIDATION --test TEST" in out
     assert "Next: open assessment/index.html" in out
     text = Path("assessment/index.html").read_text("utf-8")
     assert "Given statistics, tuned" in text
@@ -67,6 +68,8 @@ def test_names_from_files_are_escaped(run):
         ({"out": "not/yet/there", "risk": 2}, "Expected a risk between 0 and 1"),
         ({"classes": "nowhere.txt"}, "Expected a text file with a class name a line, got nowhere.txt"),
         ({"classes": "names.txt"}, "Expected a name for each of 3 classes, got 1 names"),
+        ({"test": "data.npz"}, "Expected train and test data that share no input, got the same for both"),
+        ({"validation": "./test.npz"}, "Expected validation and test data that share no input"),
         ({"risk": 2}, "Expected a risk between 0 and 1, got 2.0"),
     ],
 )

@@ -27,6 +27,7 @@ from stochbn.assessment.measure import MAX_PLACES, Picture
 from stochbn.assessment.results import Assessment
 from stochbn.assessment.scores import METRICS, Estimate
 from stochbn.distributions.base import Distribution
+from stochbn.inference.choosing import FEWEST_MISTAKES
 
 GREY, BLUE, GREEN = "#777777", "#0072b2", "#009e73"
 NUM_LAYERS = 10  # in the table of drift, those that drift most
@@ -98,6 +99,8 @@ def render_assessment(found: Assessment) -> str:
         galleries=lay_out_pictures(found),
         metrics=[METRICS[key] for key in METRICS if any(key in one.scores for one in found.methods.values())],
         max_places=MAX_PLACES,
+        few_mistakes=found.num_mistakes is not None and found.num_mistakes < FEWEST_MISTAKES,
+        inf=math.inf,
         chosen_file=CHOSEN if isinstance(found.source, Distribution) else None,
         is_placed=next(iter(found.predictions["test"].values())).mean.dim() > 2,
     )
@@ -239,7 +242,7 @@ def _list_keys(found: Assessment) -> list[str]:
 
 
 def _write(estimate: Estimate | None, digits: int, sign: str = "") -> str:
-    """Writes a number and its interval.
+    """Writes a number and its interval, where it has one.
 
     Examples:
         >>> _write(Estimate(0.123, 0.1, 0.2), 2)
@@ -248,4 +251,4 @@ def _write(estimate: Estimate | None, digits: int, sign: str = "") -> str:
     if estimate is None:
         return "—"
     value, low, high = (f"{one:{sign}.{digits}f}" for one in (estimate.value, estimate.low, estimate.high))
-    return f"{value} ({low} to {high})"
+    return value if math.isnan(estimate.low) else f"{value} ({low} to {high})"

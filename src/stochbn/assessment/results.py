@@ -53,6 +53,7 @@ class Assessment:
         drift: By part of the data and layer, as `Distribution.drift` has it.
         warned: What `fit`, `tune` and `abstain` warned of.
         num_samples: Draws.
+        num_mistakes: Of the plain network on validation data, in inputs; None for regression, or without such data.
         versions: Of this package, of torch and of Python.
         class_names: Of the classes, or empty.
         predictions: By part of the data and key.
@@ -78,6 +79,7 @@ class Assessment:
     labels: Tensor | None = field(default=None, repr=False)
     tunings: Mapping[str, Tuning] = field(default_factory=dict, repr=False)
     pictures: Mapping[str, tuple[list[Picture], list[Picture]]] = field(default_factory=dict, repr=False)
+    num_mistakes: int | None = None
     source: Distribution | Tuning | None = field(default=None, repr=False)
 
     def to_dict(self) -> dict[str, Any]:
@@ -89,6 +91,7 @@ class Assessment:
             "chosen": self.chosen,
             "num_inputs": self.num_inputs,
             "num_samples": self.num_samples,
+            "num_mistakes": self.num_mistakes,
             "methods": {key: asdict(method) for key, method in self.methods.items()},
             "metrics": {key: metric.meaning for key, metric in METRICS.items()},
             "rule": None if self.rule is None else asdict(self.rule),

@@ -48,16 +48,19 @@ def assess(
     `assessment.json`, for classes the rule `abstain.json`, and `chosen.sbn.safetensors` where draws were chosen.
 
     Needs: the network's code and weights, test data, training data or what `stochbn fit` or `stochbn tune` wrote, and
-    `pip install 'stochbn[plots]'`. Validation data are optional; without them nothing is tuned or chosen.
+    `pip install 'stochbn[plots]'`. Validation data are optional; without them nothing is tuned or compared.
 
     Next: open the page, and show it to whoever decides. `stochbn predict` if the network may be used.
 
     Example: `stochbn assess nets:build --checkpoint net.pt --train train.npz --batch-size 32 --validation val.npz --test test.npz --out assessment`
     """  # noqa: E501
     # Before anything takes long: what the page needs, and a place for it.
+    from stochbn.assessment.assess import check_apart
     from stochbn.assessment.page import CHOSEN, NUMBERS, RULE, check_folder
 
     check_folder(out)
+    given = {"train": train, "validation": validation, "test": test}
+    check_apart({name: Path(data).resolve() for name, data in given.items() if data is not None})
     names = _read_names(classes)
     model = load_model(factory, checkpoint, device)
     loaders: dict[str, Any] = {"test_loader": load_data(test, model, AT_ONCE)}
