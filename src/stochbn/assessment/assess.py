@@ -99,6 +99,8 @@ def assess(
         >>> found.num_inputs
         {'train': 320, 'test': 160}
     """
+    from stochbn import __version__  # which imports this module
+
     check_options(num_samples=num_samples, chunk_size=None, link=link)
     if (stats is None) == (train_loader is None):
         given = "neither" if stats is None else "both"
@@ -142,7 +144,7 @@ def assess(
         drift=job.find_drift(next(iter(fitted.values()))),
         warned=tuple(dict.fromkeys(str(one.message) for one in caught)),
         num_samples=num_samples,
-        versions={"torch": torch.__version__, "python": platform.python_version()},
+        versions={"stochbn": __version__, "torch": torch.__version__, "python": platform.python_version()},
         class_names=tuple(map(str, class_names)),
         predictions={name: part.predictions for name, part in parts.items()},
         labels=test.labels,

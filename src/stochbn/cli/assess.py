@@ -9,6 +9,7 @@ import typer
 import stochbn
 from stochbn.cli.console import say
 from stochbn.cli.loading import load_data, load_model
+from stochbn.cli.names import read_classes
 from stochbn.cli.options import Device, Factory, LinkName, Samples, Seed, Threads, Weights
 
 AT_ONCE = 128  # inputs; of validation, test and out-of-domain data that changes no result
@@ -34,7 +35,9 @@ def assess(
     ] = None,
     samples: Samples = 50,
     link: LinkName = "softmax",
-    classes: Annotated[Path | None, typer.Option(help="Names of the classes: a text file, one a line.")] = None,
+    classes: Annotated[
+        Path | None, typer.Option(help="Names of the classes, one a line; else the test data's own.")
+    ] = None,
     title: Annotated[str | None, typer.Option(help="Of the page; by default FACTORY.")] = None,
     seed: Seed = 0,
     device: Device = "cpu",
@@ -61,9 +64,9 @@ def assess(
     check_folder(out)
     given = {"train": train, "validation": validation, "test": test}
     check_apart({name: Path(data).resolve() for name, data in given.items() if data is not None})
-    names = _read_names(classes)
     model = load_model(factory, checkpoint, device)
     loaders: dict[str, Any] = {"test_loader": load_data(test, model, AT_ONCE)}
+    names = read_classes(classes, loaders["test_loader"]) or ()
     if train is not None:
         loaders["train_loader"] = load_data(train, model, batch_size, shuffle=True)
     for name, data in (("val_loader", validation), ("ood_loader", out_of_domain)):
@@ -79,12 +82,3 @@ def assess(
     say(f"Next: open {page}, and show it to whoever decides whether the network may be used.")
     if validation is None:
         say("Validation data (--validation) would add a temperature, tuned draws, and a choice among them.")
-
-
-def _read_names(path: Path | None) -> tuple[str, ...]:
-    if path is None:
-        return ()
-    try:
-        return tuple(line.strip() for line in path.read_text("utf-8").splitlines() if line.strip())
-    except (OSError, UnicodeDecodeError) as error:
-        raise ValueError(f"Expected a text file with a class name a line, got {path} ({error}).") from error
