@@ -54,15 +54,15 @@ def given(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> dict[str, Any]:
     """What README and guide take for granted: trained models, loaders and inputs."""
     monkeypatch.chdir(tmp_path)
     data = TensorDataset(torch.rand(192, 1, 8, 8), torch.randint(3, (192,)))
-    loader = DataLoader(data, batch_size=16, shuffle=True)
+    train, val, test = (DataLoader(data, batch_size=16, shuffle=True) for _ in range(3))
     models = [calibrate(small_cnn(dropout), data.tensors[0].split(16)) for dropout in (0.0, 0.0, 0.2)]
     return {
         "model": models[0],
         "models": models[:2],
         "dropout_model": models[2],
-        "train_loader": loader,
-        "val_loader": loader,
-        "test_loader": loader,
+        "train_loader": train,
+        "val_loader": val,
+        "test_loader": test,
         "strange_loader": [3 + torch.rand(16, 1, 8, 8) for _ in range(2)],
         "held_out_x": torch.rand(200, 1, 8, 8),
         "held_out_y": torch.randint(3, (200,)),

@@ -60,7 +60,8 @@ def outcomes(pred: Prediction | Tensor, labels: Tensor) -> tuple[Tensor, Tensor]
         labels = labels.to(probs.device)
         if pred.link == "sigmoid":
             labels = like_outputs(labels, probs, pred.link)
-            return confidence.flatten(1).detach(), (classes == labels).flatten(1)
+            count = len(probs)  # outputs may be (N,)
+            return confidence.reshape(count, -1).detach(), (classes == labels).reshape(count, -1)
     else:
         probs, labels = pred, labels.to(pred.device)
         confidence, classes = probs.max(1)
@@ -94,7 +95,7 @@ def cover(pred: Prediction, labels: Tensor, num_levels: int = 15) -> Shares:
     levels[-1] = 1 - 0.5 / num_levels  # as all of the line would be no statement
     within = torch.special.ndtri((levels + 1) / 2)  # standard deviations
     labels = like_outputs(labels.to(pred.mean.device), pred.mean, pred.link)
-    distance = ((labels - pred.mean).abs() / pred.total_std).flatten(1).double()  # (N, P)
+    distance = ((labels - pred.mean).abs() / pred.total_std).reshape(len(labels), -1).double()  # (N, P)
     inside = (distance.unsqueeze(2) <= within).double().sum(1)  # (N, B)
     return find_share(levels, inside, torch.full_like(inside, distance.shape[1]))
 

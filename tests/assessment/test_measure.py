@@ -33,6 +33,12 @@ def test_pictures_are_of_the_most_and_the_least_certain(predictors):
         torch.testing.assert_close(one.pixels, (image - image.min()) / (image.max() - image.min()))
 
 
+def test_a_class_beyond_a_thousand_is_written_whole():
+    predictors = {"plain": stochbn.Predictor(nn.Sequential(nn.Flatten(), nn.Linear(4, 1300)), None)}
+    part = measure.run(predictors, [(torch.randn(4, 1, 2, 2), torch.full((4,), 1234))], "test", shown="plain")
+    assert {one.label for one in part.most} == {"1234"}
+
+
 def test_inputs_that_are_no_images_have_no_pictures():
     predictors = {"plain": stochbn.Predictor(nn.Linear(4, 3), None)}
     part = measure.run(predictors, [(torch.randn(8, 4), torch.zeros(8).long())], "test", shown="plain")

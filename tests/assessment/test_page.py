@@ -1,4 +1,5 @@
 import json
+import math
 import re
 import shutil
 import subprocess
@@ -7,9 +8,10 @@ from dataclasses import replace
 from html.parser import HTMLParser
 
 import pytest
+import torch
 
 import stochbn
-from assessment.conftest import KINDS
+from assessment.conftest import KINDS, classes
 from stochbn.assessment import page
 
 HOSTILE = '<script>alert(1)</script>"><img src=x onerror=alert(2)> $x^ \\ [b]'
@@ -58,6 +60,28 @@ def test_the_page_is_whole_and_needs_nothing_else(assessed, kind, tmp_path):
         assert "cat → cat" in words
 
 
+def test_what_was_chosen_is_beside_its_rule(tmp_path):
+    """The rule accepts, of predictions made as the page says, what it accepted in the assessment."""
+    torch.manual_seed(1)
+    model, loaders = classes()
+    del loaders["val_loader"]
+    found = stochbn.assess(model, **loaders, risk=0.4, num_samples=6, progress=False)
+    text = found.save(tmp_path).read_text("utf-8")
+    stats, rule = stochbn.load(tmp_path / "chosen.sbn.safetensors"), stochbn.load_rule(tmp_path / "abstain.json")
+    x = torch.cat([x for x, _ in loaders["test_loader"]])
+    assert rule(stochbn.predict(model, stats, x, num_samples=6)).sum() == found.rule.num_accepted
+    assert 'chosen.sbn.safetensors"), x, num_samples=6)' in text
+    assert "promises nothing for another method than Last layer, as fitted, nor for another number of draws" in text
+    tuning = stochbn.Tuning(spread=None, temperature=1.25)
+    text = replace(found, source=tuning).save(tmp_path).read_text("utf-8")
+    assert "divided by a temperature of <strong>1.25</strong>" in text
+    assert "stochbn.predict(model, stochbn.Tuning(spread=None, temperature=1.25), x)" in text
+    with torch.no_grad():
+        torch.testing.assert_close(stochbn.predict(model, tuning, x).probs, (model(x) / 1.25).softmax(1))
+    assert not (tmp_path / "chosen.sbn.safetensors").exists(), "of the earlier assessment"
+    assert "the plain network, which needs no file" in page.render_assessment(replace(found, source=None))
+
+
 def test_what_comes_from_a_user_is_escaped(assessed):
     found = assessed("classes")
     methods = {key: replace(method, label=HOSTILE) for key, method in found.methods.items()}
@@ -99,10 +123,19 @@ def test_tables_have_what_was_found(assessed):
     nll = found.methods["sbn"].scores["nll"]
     assert f"{nll.value:.4f} ({nll.low:.4f} to {nll.high:.4f})" in grid.rows[2]
     assert {row for row, _ in grid.bold} == {list(found.methods).index(found.chosen)}
+    column = grid.header.index("ECE, %")
+    assert grid.rows[2][column] == f"{found.methods['sbn'].scores['ece_percent'].value:.2f}"
     differences = page.lay_out_differences(found)
+    assert column not in {place for _, place in differences.bold}
     assert [row[0] for row in differences.rows] == [one.label for one in found.methods.values()][1:]
     assert page.lay_out_drift(found).rows[0][0] in found.drift["train"]
     assert page.lay_out_costs(found).rows[0][1:] == ["1", *page.lay_out_costs(found).rows[0][2:3], "1"]
+
+
+def test_a_rule_without_a_threshold_accepts_every_input(assessed):
+    found = assessed("classes")
+    rule = replace(found.rule, threshold=math.inf, num_accepted=112, num_errors=0)
+    assert "accept <strong>every input</strong>." in page.render_assessment(replace(found, rule=rule))
 
 
 def test_an_earlier_page_is_replaced_and_other_files_stay(assessed, tmp_path):
@@ -123,6 +156,15 @@ def test_nothing_is_half_written(assessed, tmp_path, monkeypatch):
 
     def fail(*_):
         raise OSError("disk full")
+
+    for name in ("index.html", "assessment.json", "abstain.json", "chosen.sbn.safetensors"):
+        (tmp_path / "old" / name).mkdir(parents=True)
+        with pytest.raises(ValueError, match=rf"Expected to write the file .*{name}, got a folder of that name"):
+            found.save(tmp_path / "old")
+        assert [path.name for path in (tmp_path / "old").iterdir()] == [name]
+        shutil.rmtree(tmp_path / "old")
+    page.check_folder(tmp_path / "not" / "yet" / "there")
+    assert [path.name for path in tmp_path.iterdir()] == ["file"]
 
     monkeypatch.setattr(stochbn.AbstainRule, "save", fail)
     with pytest.raises(OSError, match="disk full"):

@@ -2,6 +2,8 @@ import json
 import math
 from dataclasses import replace
 
+import stochbn
+
 
 def test_numbers_are_json_and_all_there(assessed):
     found = assessed("classes")
@@ -9,6 +11,7 @@ def test_numbers_are_json_and_all_there(assessed):
     assert numbers["chosen"] == found.chosen
     assert numbers["methods"]["plain"]["scores"]["nll"]["value"] == found.methods["plain"].scores["nll"].value
     assert numbers["rule"]["risk"] == 0.4
+    assert numbers["versions"]["stochbn"] == stochbn.__version__
     assert set(numbers["drift"]) == {"train", "test", "out-of-domain"}
     nothing = replace(found, rule=replace(found.rule, threshold=-math.inf))
     assert nothing.to_dict()["rule"]["threshold"] == "-inf"

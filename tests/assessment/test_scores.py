@@ -1,3 +1,5 @@
+import math
+
 import numpy as np
 import pytest
 import torch
@@ -63,7 +65,7 @@ def test_intervals_are_as_wide_as_theory_says(predicted):
 def test_a_method_does_not_differ_from_itself(predicted):
     preds, labels, _ = predicted
     found = Resampled({"plain": preds["plain"], "same": preds["plain"]}, labels).compare("same", "plain")
-    assert all(one == Estimate(0, 0, 0) for one in found.values())
+    assert all(one == Estimate(0, 0, 0) for name, one in found.items() if name != "ece_percent")
     assert not any(one.excludes_zero for one in found.values())
 
 
@@ -80,7 +82,34 @@ def test_pixels_that_repeat_an_image_are_no_evidence(predicted):
     once = Resampled(preds, labels).estimate("plain")
     often = Resampled({"plain": pred}, labels.unsqueeze(1).expand(-1, 5)).estimate("plain")
     for name, one in once.items():
-        assert (often[name].value, often[name].low) == pytest.approx((one.value, one.low), abs=1e-3), name
+        expected = pytest.approx((one.value, one.low), abs=1e-3, nan_ok=True)
+        assert (often[name].value, often[name].low) == expected, name
+
+
+def test_an_ece_has_no_interval_and_is_never_a_finding(predicted):
+    preds, labels, _ = predicted
+    found = Resampled(preds, labels)
+    for one in (found.estimate("plain")["ece_percent"], found.compare("cooler", "plain")["ece_percent"]):
+        assert math.isnan(one.low)
+        assert math.isnan(one.high)
+        assert not one.excludes_zero
+
+
+@pytest.mark.parametrize("swapped", [0, 1])
+@pytest.mark.parametrize("flip", [False, True])
+def test_full_separation_still_has_an_interval_within_bounds(swapped, flip):
+    """As wide as Wilson's of at most 3 / (1/40 + 1/20) trials, 40."""
+    sure, unsure = (torch.tensor([[scale, 0.0]]) * torch.linspace(1, 2, 40).unsqueeze(1) for scale in (9, 0.1))
+    known, other = (unsure, sure[:20]) if flip else (sure, unsure[:20])
+    other = torch.cat([other[swapped:], known[:swapped]])
+    preds = {"plain": stochbn.predict(nn.Identity(), None, known)}
+    others = {"plain": stochbn.predict(nn.Identity(), None, other)}
+    found = Resampled(preds, torch.zeros(40).long(), others).estimate("plain")["auroc"]
+    assert 0 <= found.low <= found.value <= found.high <= 1
+    assert found.high - found.low > 0.05
+    if not swapped:
+        exact = scipy_stats.binomtest(0 if flip else 40, 40).proportion_ci(method="wilson")
+        assert (found.low, found.high) == pytest.approx((exact.low, exact.high), abs=1e-6)
 
 
 def test_losses_are_those_of_tune():

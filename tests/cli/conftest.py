@@ -61,7 +61,7 @@ NEEDED = {
     "fit": {"data": "data.npz", "batch_size": 16, "out": "net.sbn.safetensors"},
     "tune": {"stats": "net.sbn.safetensors", "data": "data.npz", "out": "tuned.sbn.safetensors"},
     "predict": {"data": "data.npz", "out": "pred.csv"},
-    "assess": {"train": "data.npz", "batch_size": 16, "test": "data.npz", "out": "assessment"},
+    "assess": {"train": "data.npz", "batch_size": 16, "test": "test.npz", "out": "assessment"},
     "export": {"data": "data.npz", "out": "net.onnx"},
 }
 
@@ -86,7 +86,8 @@ def write_own():
         for batch in x.split(16):  # running statistics as after training
             model(batch)
         torch.save(model.state_dict(), folder / "model.pt")
-        np.savez(folder / "data.npz", x=x.double().numpy(), y=(x[:, 0] > 0).numpy().astype(np.uint8))
+        for name in ("data.npz", "test.npz"):
+            np.savez(folder / name, x=x.double().numpy(), y=(x[:, 0] > 0).numpy().astype(np.uint8))
         return {**module, "model": model.eval()}
 
     return write

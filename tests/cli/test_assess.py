@@ -36,6 +36,7 @@ def test_the_three_commands_of_readme_end_in_a_page(own, capsys):
         out = capsys.readouterr().out
         assert ended.value.code == 0
         assert "\nNext" in out
+        assert given[0] != "tune" or "--validation VALIDATION --test TEST" in out
     assert "Next: open assessment/index.html" in out
     text = Path("assessment/index.html").read_text("utf-8")
     assert "Given statistics, tuned" in text
@@ -44,10 +45,10 @@ def test_the_three_commands_of_readme_end_in_a_page(own, capsys):
 
 @pytest.mark.usefixtures("own")
 def test_names_from_files_are_escaped(run):
-    Path("names.txt").write_text(f"{HOSTILE}\n{HOSTILE}\n{HOSTILE}\n")
+    Path("names.txt").write_text(f"{HOSTILE}\n{HOSTILE}2\n{HOSTILE}3\n")
     code, out, _ = run("assess", classes="names.txt", title=HOSTILE, samples=4, risk=0.9)
     assert code == 0
-    assert "Wrote assessment/index.html, with assessment.json and abstain.json beside it." in out
+    assert "Wrote assessment/index.html, with assessment.json, abstain.json, chosen.sbn.safetensors beside it." in out
     assert "Validation data (--validation) would add" in out
     text = Path("assessment/index.html").read_text("utf-8")
     assert HOSTILE not in text
@@ -64,8 +65,11 @@ def test_names_from_files_are_escaped(run):
         ({"batch_size": None}, "Expected --batch-size"),
         ({"out": "model.pt"}, "Expected a folder to write the page to, got the file model.pt"),
         ({"out": "model.pt/deep"}, "Expected a folder to write the page to"),
-        ({"classes": "nowhere.txt"}, "Expected a text file with a class name a line, got nowhere.txt"),
+        ({"out": "not/yet/there", "risk": 2}, "Expected a risk between 0 and 1"),
+        ({"classes": "nowhere.txt"}, "Expected a file with the name of a class in each line, got no file nowhere.txt"),
         ({"classes": "names.txt"}, "Expected a name for each of 3 classes, got 1 names"),
+        ({"test": "data.npz"}, "Expected train and test data that share no input, got the same for both"),
+        ({"validation": "./test.npz"}, "Expected validation and test data that share no input"),
         ({"risk": 2}, "Expected a risk between 0 and 1, got 2.0"),
     ],
 )
@@ -77,6 +81,20 @@ def test_bad_input_is_one_line_and_nothing_is_written(refused, own, options, mes
     assert [path for path in sorted(Path().rglob("*")) if "__pycache__" not in path.parts] == [
         path for path in before if "__pycache__" not in path.parts
     ]
+
+
+def test_classes_are_named_by_the_data(run, own, monkeypatch):
+    seen = {}
+
+    def look(*_, **options):
+        seen.update(options)
+        raise ValueError("seen")
+
+    monkeypatch.setattr(stochbn, "assess", look)
+    y = np.zeros(len(own["x"]), np.int64)
+    np.savez("test.npz", x=own["x"].numpy(), y=y, classes=np.array(["cat", "dog", "owl"]))
+    assert run("assess")[2] == "Error: seen\n"
+    assert list(seen["class_names"]) == ["cat", "dog", "owl"]
 
 
 def test_without_the_extra_it_says_what_to_install(refused, own, monkeypatch):

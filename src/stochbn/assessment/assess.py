@@ -2,23 +2,24 @@
 
 import platform
 import warnings
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Hashable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
+from itertools import combinations
 from typing import Any
 
 import torch
 from torch import nn
 
-from stochbn.assessment.measure import Part, Target, check_labels, find_labels, measure_cost, run
+from stochbn.assessment.measure import Part, Target, check_labels, find_labels, measure_cost, run, tidy
 from stochbn.assessment.results import Assessment, Method
 from stochbn.assessment.scores import Estimate, Resampled, losses
 from stochbn.assessment.verdict import describe
-from stochbn.curves import find_share, uncertainties
+from stochbn.curves import find_share, outcomes, uncertainties
 from stochbn.decisions import AbstainRule, abstain
 from stochbn.distributions.base import Distribution
 from stochbn.distributions.fit import fit
 from stochbn.distributions.tuning import Tuning
-from stochbn.inference.choosing import choose_nearest
+from stochbn.inference.choosing import FEWEST_MISTAKES, choose_nearest
 from stochbn.inference.predict import Predictor, check_options
 from stochbn.inference.prediction import Link, Prediction
 from stochbn.inference.tune import tune
@@ -26,14 +27,14 @@ from stochbn.statistics.calls import Call, unwrap
 from stochbn.statistics.mini_batches import check_loader
 
 FALSE_ALARMS = 0.05  # of known inputs, at which out-of-domain ones are counted
-LABELS = {
+LABELS = {  # the simplest first
     "plain": "Plain network",
     "tempered": "Plain + temperature",
     "noisy": "Plain + noise",
-    "sbn": "SBN, as fitted",
-    "sbn-tuned": "SBN, tuned",
     "last": "Last layer, as fitted",
     "last-tuned": "Last layer, tuned",
+    "sbn": "SBN, as fitted",
+    "sbn-tuned": "SBN, tuned",
     "given": "Given statistics, as fitted",
     "given-tuned": "Given statistics, tuned",
 }
@@ -62,14 +63,15 @@ def assess(
 
     The plain network, a temperature, the paper's SBN and draws in the last layer alone are scored on the same test
     data. Validation data tune them and choose among them: the simplest of those within one standard error of the lowest
-    NLL. The test data choose nothing, so that a rule from them, when to abstain, keeps its promise.
+    NLL; with fewer than ten mistakes among them, the plain network. The test data choose nothing, so that a rule from
+    them, when to abstain, keeps its promise.
 
     Args:
         model: A trained network with BatchNorm layers.
         test_loader: Labelled data that neither training nor tuning has seen: batches `(x, y)`. Read twice or more.
         train_loader: Shuffled training data, to fit to; or pass `stats`.
         stats: What `fit` or `tune` returned, to assess in place of what would be fitted here.
-        val_loader: Labelled data that training has not seen. Without it nothing is tuned or chosen.
+        val_loader: Labelled data that training has not seen. Without it nothing is tuned or compared.
         ood_loader: Inputs of another kind than those of training, with labels or without.
         link: As in `predict`: "softmax" for classes, also of pixels, "sigmoid" for labels, "identity" for regression.
         risk: The error rate that the rule is to promise among the inputs it accepts.
@@ -97,6 +99,8 @@ def assess(
         >>> found.num_inputs
         {'train': 320, 'test': 160}
     """
+    from stochbn import __version__  # which imports this module
+
     check_options(num_samples=num_samples, chunk_size=None, link=link)
     if (stats is None) == (train_loader is None):
         given = "neither" if stats is None else "both"
@@ -104,6 +108,7 @@ def assess(
     if not 0 < risk < 1:
         raise ValueError(f"Expected a risk between 0 and 1, got {risk}. Pass 0.01, for example.")
     loaders = {"train": train_loader, "validation": val_loader, "test": test_loader, "out-of-domain": ood_loader}
+    check_apart({name: id(loader) for name, loader in loaders.items() if loader is not None})
     job = _Job(
         unwrap(model),
         {name: _keep(loader) for name, loader in loaders.items() if loader is not None},
@@ -121,7 +126,7 @@ def assess(
         fitted = {"given": stats.untuned()} if stats is not None else job.fit(batch_size)
         sources = job.tune(fitted, stats)
         predictors = {key: job.prepare(source) for key, source in sources.items()}
-        validation, chosen = job.choose(predictors, default=list(fitted)[-1])
+        validation, num_mistakes, chosen = job.choose(predictors, default=list(fitted)[-1])
         test = job.run(predictors, "test", chosen)
         other = job.run(predictors, "out-of-domain", chosen) if "out-of-domain" in job.data else None
         rule = _find_rule(test, chosen, risk)
@@ -139,12 +144,14 @@ def assess(
         drift=job.find_drift(next(iter(fitted.values()))),
         warned=tuple(dict.fromkeys(str(one.message) for one in caught)),
         num_samples=num_samples,
-        versions={"torch": torch.__version__, "python": platform.python_version()},
+        versions={"stochbn": __version__, "torch": torch.__version__, "python": platform.python_version()},
         class_names=tuple(map(str, class_names)),
         predictions={name: part.predictions for name, part in parts.items()},
         labels=test.labels,
         tunings={key: tuning for key, source in sources.items() if (tuning := _tuning_of(source)) is not None},
         pictures={name: (part.most, part.least) for name, part in parts.items() if part.most},
+        num_mistakes=num_mistakes,
+        source=sources[chosen],
     )
     return replace(found, verdict=tuple(describe(found)))
 
@@ -171,8 +178,8 @@ class _Job:
             item = next(iter(loader), None)
             if item is None:
                 raise ValueError(f"Expected at least one batch of {name} data, got an empty loader. Pass more.")
-            pred = plain([item])
-            num_outputs = pred.mean.shape[1] if pred.mean.dim() > 1 else 1
+            pred = tidy(plain([item]))
+            num_outputs = pred.mean.shape[1]
             if name in ("validation", "test"):
                 check_labels(pred, find_labels(item, self.target), item, name)
         return num_outputs
@@ -201,19 +208,25 @@ class _Job:
                 sources[f"{key}-tuned"] = tune(self.model, stats, loader, **options)
         return sources
 
-    def choose(self, predictors: dict[str, Predictor], default: str) -> tuple[int, str]:
-        """Returns how many validation inputs there are, and the simplest method near to their lowest NLL.
+    def choose(self, predictors: dict[str, Predictor], default: str) -> tuple[int, int | None, str]:
+        """Returns how many validation inputs there are, how many are mistaken, and the simplest method near the best.
 
-        Without validation data, which are the only ones that may choose, it is the default.
+        Without validation data, which are the only ones that may choose, it is the default. As in `tune`, few mistakes
+        choose nothing: then it is the plain network.
         """
         if "validation" not in self.data:
-            return 0, f"{default}-tuned" if f"{default}-tuned" in predictors else default
+            return 0, None, f"{default}-tuned" if f"{default}-tuned" in predictors else default
         part = self.run(predictors, "validation", None)
         assert part.labels is not None
+        num_mistakes = None
+        if self.link != "identity":
+            num_mistakes = int((~outcomes(part.predictions["plain"], part.labels)[1]).any(1).sum())
+            if num_mistakes < FEWEST_MISTAKES:
+                return len(part.labels), num_mistakes, "plain"
         found = {key: losses(pred, part.labels) for key, pred in part.predictions.items()}
         scored = {key: each for key, each in found.items() if each is not None}
-        row = choose_nearest(torch.stack(list(scored.values())), range(len(scored)))
-        return len(part.labels), list(scored)[row]
+        row = choose_nearest(torch.stack(list(scored.values())), [list(LABELS).index(key) for key in scored])
+        return len(part.labels), num_mistakes, list(scored)[row]
 
     def run(self, predictors: dict[str, Predictor], name: str, shown: str | None) -> Part:
         labelled = name != "out-of-domain"
@@ -240,6 +253,19 @@ class _Job:
                     continue
             drift[name] = stats.drift(self.model)
         return drift
+
+
+def check_apart(parts: Mapping[str, Hashable]) -> None:
+    """Refuses the same data for two of training, validation and test: what chose or fitted cannot test.
+
+    Examples:
+        >>> check_apart({"train": "a.npz", "test": "b.npz", "out-of-domain": "a.npz"})
+    """
+    for one, other in combinations(("train", "validation", "test"), 2):
+        if one in parts and other in parts and parts[one] == parts[other]:
+            raise ValueError(
+                f"Expected {one} and {other} data that share no input, got the same for both. Pass data held out."
+            )
 
 
 def _keep(loader: Iterable[Any]) -> Iterable[Any]:

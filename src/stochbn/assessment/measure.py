@@ -113,7 +113,7 @@ def run(
             found = find_labels(item, target)
             places: Tensor | None = None
             for key, predictor in predictors.items():
-                pred = _to_cpu(predictor([item]))
+                pred = tidy(predictor([item]))
                 if key == next(iter(predictors)):
                     places = _choose_places(pred, generator)
                     if needs_labels:
@@ -148,11 +148,15 @@ def measure_cost(predictors: Mapping[str, Predictor], loader: Iterable[Any]) -> 
     return seconds
 
 
-def _to_cpu(pred: Prediction) -> Prediction:
-    expected = None if pred.expected_entropy is None else pred.expected_entropy.detach().cpu()
-    return replace(
-        pred, mean=pred.mean.detach().cpu(), std=pred.std.detach().cpu(), samples=None, expected_entropy=expected
-    )
+def tidy(pred: Prediction) -> Prediction:
+    """Returns a prediction on the CPU, without draws; outputs (N,) become (N, 1), as all that follows counts them."""
+
+    def take(values: Tensor) -> Tensor:
+        values = values.detach().cpu()
+        return values.unsqueeze(1) if pred.mean.dim() == 1 else values
+
+    expected = None if pred.expected_entropy is None else take(pred.expected_entropy)
+    return replace(pred, mean=take(pred.mean), std=take(pred.std), samples=None, expected_entropy=expected)
 
 
 def _choose_places(pred: Prediction, generator: torch.Generator) -> Tensor | None:
@@ -223,6 +227,8 @@ def _name(pred: Prediction, outputs: Tensor) -> str:
 def _name_label(pred: Prediction, label: Tensor) -> str:
     if pred.mean.dim() > 2:
         return ""
+    if pred.link == "softmax":
+        return str(int(label))
     if pred.link == "sigmoid":
         return " ".join(str(k) for k in label.nonzero().flatten().tolist()) or "none"
     return ", ".join(f"{value:.3g}" for value in label.reshape(-1).tolist())

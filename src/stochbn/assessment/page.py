@@ -26,42 +26,52 @@ except ModuleNotFoundError as error:  # pragma: no cover - a test runs this in a
 from stochbn.assessment.measure import MAX_PLACES, Picture
 from stochbn.assessment.results import Assessment
 from stochbn.assessment.scores import METRICS, Estimate
+from stochbn.distributions.base import Distribution
+from stochbn.inference.choosing import FEWEST_MISTAKES
 
 GREY, BLUE, GREEN = "#777777", "#0072b2", "#009e73"
 NUM_LAYERS = 10  # in the table of drift, those that drift most
-PAGE, NUMBERS, RULE = "index.html", "assessment.json", "abstain.json"
+PAGE, NUMBERS, RULE, CHOSEN = "index.html", "assessment.json", "abstain.json", "chosen.sbn.safetensors"
 
 
 def write(found: Assessment, folder: Path) -> Path:
-    """Writes the page, the numbers and the rule into a folder, all or nothing; returns the path of the page."""
+    """Writes the page and what belongs to it into a folder, all or nothing; returns the path of the page."""
     numbers = json.dumps(found.to_dict(), indent=1, ensure_ascii=False, allow_nan=False)
     content = {PAGE: render_assessment(found), NUMBERS: f"{numbers}\n"}
     check_folder(folder)
+    folder.parent.mkdir(parents=True, exist_ok=True)
     made = Path(tempfile.mkdtemp(prefix=".assessment-", dir=folder if folder.exists() else folder.parent))
     try:
         for name, text in content.items():
             (made / name).write_text(text, "utf-8")
         if found.rule is not None:
             found.rule.save(made / RULE)
+        if isinstance(found.source, Distribution):
+            found.source.save(made / CHOSEN)
         made.chmod(0o777 & ~_umask())
         if not folder.exists():
             made.rename(folder)
         else:
-            (folder / RULE).unlink(missing_ok=True)  # of an earlier assessment
-            for path in made.iterdir():
-                os.replace(path, folder / path.name)
+            for name in (RULE, CHOSEN, NUMBERS, PAGE):  # the page last, as it speaks of the others
+                if (made / name).exists():
+                    os.replace(made / name, folder / name)
+                else:
+                    (folder / name).unlink(missing_ok=True)  # of an earlier assessment
     finally:
         shutil.rmtree(made, ignore_errors=True)
     return folder / PAGE
 
 
 def check_folder(folder: Path) -> None:
-    """Refuses a folder that cannot be written to; makes the one that it stands in."""
+    """Refuses a folder that cannot be written to, or holds folders where files are to be; makes none."""
     if folder.exists() and not folder.is_dir():
         raise ValueError(f"Expected a folder to write the page to, got the file {folder}. Pass another.")
+    for name in (PAGE, NUMBERS, RULE, CHOSEN):
+        if (folder / name).is_dir():
+            raise ValueError(f"Expected to write the file {folder / name}, got a folder of that name. Pass another.")
+    there = next(path for path in (folder, *folder.absolute().parents) if path.exists())
     try:
-        folder.parent.mkdir(parents=True, exist_ok=True)
-        with tempfile.TemporaryDirectory(prefix=".assessment-", dir=folder if folder.exists() else folder.parent):
+        with tempfile.TemporaryDirectory(prefix=".assessment-", dir=there):
             pass
     except OSError as error:
         raise ValueError(f"Expected a folder to write the page to, got {folder} ({error.strerror}).") from error
@@ -89,6 +99,9 @@ def render_assessment(found: Assessment) -> str:
         galleries=lay_out_pictures(found),
         metrics=[METRICS[key] for key in METRICS if any(key in one.scores for one in found.methods.values())],
         max_places=MAX_PLACES,
+        few_mistakes=found.num_mistakes is not None and found.num_mistakes < FEWEST_MISTAKES,
+        inf=math.inf,
+        chosen_file=CHOSEN if isinstance(found.source, Distribution) else None,
         is_placed=next(iter(found.predictions["test"].values())).mean.dim() > 2,
     )
 
@@ -229,7 +242,7 @@ def _list_keys(found: Assessment) -> list[str]:
 
 
 def _write(estimate: Estimate | None, digits: int, sign: str = "") -> str:
-    """Writes a number and its interval.
+    """Writes a number and its interval, where it has one.
 
     Examples:
         >>> _write(Estimate(0.123, 0.1, 0.2), 2)
@@ -238,4 +251,4 @@ def _write(estimate: Estimate | None, digits: int, sign: str = "") -> str:
     if estimate is None:
         return "—"
     value, low, high = (f"{one:{sign}.{digits}f}" for one in (estimate.value, estimate.low, estimate.high))
-    return f"{value} ({low} to {high})"
+    return value if math.isnan(estimate.low) else f"{value} ({low} to {high})"

@@ -12,6 +12,7 @@ from torch import Tensor
 from stochbn.assessment.measure import Picture
 from stochbn.assessment.scores import METRICS, Estimate
 from stochbn.decisions import AbstainRule
+from stochbn.distributions.base import Distribution
 from stochbn.distributions.tuning import Tuning
 from stochbn.inference.prediction import Link, Prediction
 
@@ -52,12 +53,14 @@ class Assessment:
         drift: By part of the data and layer, as `Distribution.drift` has it.
         warned: What `fit`, `tune` and `abstain` warned of.
         num_samples: Draws.
+        num_mistakes: Of the plain network on validation data, in inputs; None for regression, or without such data.
         versions: Of this package, of torch and of Python.
         class_names: Of the classes, or empty.
         predictions: By part of the data and key.
         labels: Of the test data.
         tunings: What was tried on validation data, by key.
         pictures: Of the most and the least certain inputs, by part of the data, where they are images.
+        source: What the chosen method predicts with, for `predict` in place of statistics; None for the plain network.
     """
 
     title: str
@@ -76,6 +79,8 @@ class Assessment:
     labels: Tensor | None = field(default=None, repr=False)
     tunings: Mapping[str, Tuning] = field(default_factory=dict, repr=False)
     pictures: Mapping[str, tuple[list[Picture], list[Picture]]] = field(default_factory=dict, repr=False)
+    num_mistakes: int | None = None
+    source: Distribution | Tuning | None = field(default=None, repr=False)
 
     def to_dict(self) -> dict[str, Any]:
         """Returns the numbers, as `assessment.json` has them."""
@@ -86,6 +91,7 @@ class Assessment:
             "chosen": self.chosen,
             "num_inputs": self.num_inputs,
             "num_samples": self.num_samples,
+            "num_mistakes": self.num_mistakes,
             "methods": {key: asdict(method) for key, method in self.methods.items()},
             "metrics": {key: metric.meaning for key, metric in METRICS.items()},
             "rule": None if self.rule is None else asdict(self.rule),
@@ -97,8 +103,9 @@ class Assessment:
         return _finite(numbers)  # type: ignore[no-any-return]
 
     def save(self, folder: str | os.PathLike[str]) -> Path:
-        """Writes `index.html`, `assessment.json` and, where there is one, the rule, `abstain.json`, into a folder.
+        """Writes `index.html`, `assessment.json`, the rule `abstain.json` and `chosen.sbn.safetensors` into a folder.
 
+        The rule is there for classes; the last where draws were chosen: it holds the statistics that the rule is for.
         All of them or none; the page needs nothing outside itself. Needs `pip install 'stochbn[plots]'`.
 
         Returns:

@@ -4,13 +4,14 @@ Every score is a function of sums over inputs, so that resampling inputs costs s
 numbers, and a score is computed from the mean row.
 """
 
+import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
 
-from stochbn.curves import find_share, outcomes, uncertainties
+from stochbn.curves import find_share, outcomes, uncertainties, wilson
 from stochbn.inference.held_out import like_outputs
 from stochbn.inference.prediction import Prediction
 from stochbn.uncertainty import class_indices
@@ -35,7 +36,9 @@ METRICS = {
     "rmse": Metric("RMSE", 4, "root of the mean squared error"),
     "nll": Metric("NLL", 4, "mean −log p(y | x) in nats: the sum over labels, the mean over pixels; lower is better"),
     "brier": Metric("Brier", 4, "mean squared distance of probabilities to the truth; lower is better"),
-    "ece_percent": Metric("ECE, %", 2, "|accuracy − confidence| in 15 equal bins of confidence, by their size"),
+    "ece_percent": Metric(
+        "ECE, %", 2, "|accuracy − confidence| in 15 equal bins, by their size; chance alone adds to it"
+    ),
     "coverage_percent": Metric("In 95 % intervals, %", 1, "share of labels within 1.96 standard deviations"),
     "auroc": Metric("AUROC", 4, "how often an out-of-domain input is more uncertain than a known one"),
 }
@@ -43,7 +46,7 @@ METRICS = {
 
 @dataclass(frozen=True)
 class Estimate:
-    """A number and its 95 % interval."""
+    """A number and its 95 % interval; NaN at both ends where none is known, as of an ECE."""
 
     value: float
     low: float
@@ -143,6 +146,7 @@ class Resampled:
             key: {name: float(finish(name, columns.mean(0))) for name, columns in rows.items()}
             for key, rows in self._rows.items()
         }
+        self._trials: dict[str, float] = {}
         draw = _make_resampler(len(labels), seed)
         self._varied = {
             key: {name: finish(name, draw(columns)) for name, columns in rows.items()}
@@ -159,6 +163,7 @@ class Resampled:
                 # To first order in the weights of inputs: DeLong's variance.
                 parts = draw(known.unsqueeze(1)) + draw_other(other.unsqueeze(1))
                 self._varied[key]["auroc"] = parts[:, 0] - area
+                self._trials[key] = _count_trials(known, other)
 
     def estimate(self, key: str) -> dict[str, Estimate]:
         """Returns a method's scores with their intervals, by name."""
@@ -169,6 +174,11 @@ class Resampled:
                 counts = torch.full_like(shares, self._num_places)
                 share = find_share(shares.mean(0), shares * counts, counts)
                 found[name] = Estimate(value, 100 * float(share.low), 100 * float(share.high))
+            elif name == "auroc":
+                low, high = wilson(torch.tensor(value, dtype=torch.float64), torch.tensor(self._trials[key]))
+                found[name] = Estimate(value, float(low), float(high))
+            elif name == "ece_percent":
+                found[name] = Estimate(value, math.nan, math.nan)
             else:
                 found[name] = _mirror(value, self._varied[key][name])
                 if name != "nll" or "error_percent" in self._rows[key]:  # a density may have a negative one
@@ -178,11 +188,26 @@ class Resampled:
     def compare(self, key: str, reference: str) -> dict[str, Estimate]:
         """Returns by how much a method scores above another, by name, with intervals of the paired difference."""
         ours, theirs = self.values[key], self.values[reference]
-        return {
+        found = {
             name: _mirror(ours[name] - theirs[name], self._varied[key][name] - self._varied[reference][name])
             for name in METRICS
             if name in ours and name in theirs
         }
+        if "ece_percent" in found:
+            found["ece_percent"] = replace(found["ece_percent"], low=math.nan, high=math.nan)
+        return found
+
+
+def _count_trials(known: Tensor, other: Tensor) -> float:
+    """Returns how many independent trials a share would need to vary as much as an AUROC, by DeLong's variance.
+
+    Where all inputs are ranked right nothing varies. So there are never more than at an AUROC of ½, where ranks are
+    uniform and have a variance of 1/12.
+    """
+    area, count, others = float(known.mean()), len(known), len(other)
+    most = 3 / (1 / count + 1 / others)
+    variance = float(known.var(correction=0)) / count + float(other.var(correction=0)) / others
+    return min(area * (1 - area) / variance, most) if variance > 0 else most
 
 
 def _make_resampler(count: int, seed: int) -> Callable[[Tensor], Tensor]:
@@ -197,7 +222,7 @@ def _make_resampler(count: int, seed: int) -> Callable[[Tensor], Tensor]:
 
 
 def _mirror(value: float, varied: Tensor) -> Estimate:
-    """Returns the interval that is mirrored around the value ("basic"): resampling adds to an ECE what it must not."""
+    """Returns the interval that is mirrored around the value ("basic")."""
     low, high = varied.quantile(torch.tensor([0.025, 0.975], dtype=varied.dtype)).tolist()
-    # What resampling adds to an ECE near 0 may exceed how much it varies; the value itself is never implausible.
+    # The value itself is never implausible.
     return Estimate(value, min(2 * value - high, value), max(2 * value - low, value))

@@ -6,25 +6,29 @@ from collections.abc import Iterator
 from stochbn.assessment.results import Assessment, Method
 from stochbn.assessment.scores import Estimate
 from stochbn.distributions.mistakes import MAX_LOG_RATIO, MAX_SHIFT
+from stochbn.inference.choosing import FEWEST_MISTAKES
 
 
 def describe(found: Assessment) -> Iterator[str]:
     """Yields what was found, the most important first."""
-    chosen, plain = found.methods[found.chosen], found.methods["plain"]
+    chosen = found.methods[found.chosen]
     yield _say_quality(found, chosen)
-    yield from _say_gain(found, chosen, plain)
+    yield _say_gain(found, chosen)
     if chosen.found is not None:
         area = chosen.scores["auroc"]
         yield (
             f"Of the out-of-domain inputs {_percent(chosen.found)} are more uncertain than 95 % of the known ones; the "
             f"AUROC is {_number(area, 3)}."
+            f"{' The network is surer of them than of known inputs.' if area.high < 0.5 else ''}"
         )
     if drifted := _find_drifted(found):
         yield (
             f"The {' and '.join(drifted)} data do not look like what the network was trained on: their batch "
             "statistics drift."
         )
-    if "validation" not in found.num_inputs:
+    if "validation" not in found.num_inputs and "given-tuned" in found.methods:
+        yield "The given tuning was taken as it is: without validation data nothing was compared with it."
+    elif "validation" not in found.num_inputs:
         yield (
             "Without validation data nothing could be chosen: no temperature"
             f"{', no noise level' if found.link == 'identity' else ''} and no method, so what was fitted stands."
@@ -46,28 +50,34 @@ def _say_quality(found: Assessment, chosen: Method) -> str:
     rule = found.rule
     wrong = f"it is wrong on {error} of {count}"
     if not rule.num_accepted:
-        return f"No share of inputs is shown to be answered with an error of {100 * rule.risk:g} % at most: {wrong}."
-    whole = "every input" if rule.num_accepted == rule.num_inputs else f"{100 * rule.coverage:.0f} % of inputs"
-    return f"The network may answer {whole} alone with an error of {100 * rule.risk:g} % at most; over all {wrong}."
+        return f"No threshold could be shown to keep the error below {100 * rule.risk:g} %. Over all {wrong}."
+    whole = "all" if rule.num_accepted == rule.num_inputs else f"{100 * rule.coverage:.0f} %"
+    return (
+        f"With {100 * rule.confidence:.0f} % confidence, {chosen.label} makes at most {100 * rule.risk:g} % errors on "
+        f"the inputs it accepts, which were {whole} of the test inputs. Over all {wrong}."
+    )
 
 
-def _say_gain(found: Assessment, chosen: Method, plain: Method) -> Iterator[str]:
+def _say_gain(found: Assessment, chosen: Method) -> str:
     """Says what the chosen method adds to the plain network."""
     if found.chosen == "plain":
-        yield "On validation data nothing predicts distinguishably better than the plain network: it needs no draws."
-        return
-    by = "Best on validation data" if "validation" in found.num_inputs else "Taken without a choice"
+        if found.num_mistakes is not None and found.num_mistakes < FEWEST_MISTAKES:
+            return (
+                f"The plain network stands: it makes {found.num_mistakes} mistakes on the validation data, and fewer "
+                f"than {FEWEST_MISTAKES} can choose nothing but by chance."
+            )
+        return (
+            "On validation data nothing predicts distinguishably better than the plain network: on known inputs draws "
+            "do not improve it."
+        )
+    by = "Chosen on validation data" if "validation" in found.num_inputs else "Taken without a choice"
     cost = "at no extra time" if chosen.cost == 1 else f"at {chosen.cost:.2g} times the plain network's time"
     if "nll" in chosen.differences:
         change, after = chosen.differences["nll"], chosen.scores["nll"]
         size = f"{abs(change.value):.4f} {'lower' if change.value < 0 else 'higher'} than the plain network's"
         sure = "" if change.excludes_zero else ", which may be chance"
-        yield f"{by}: {chosen.label}. Its NLL on the test data is {_number(after, 4)}, {size}{sure}, {cost}."
-    else:
-        yield f"{by}: {chosen.label}, {cost}."
-    before, now = plain.scores.get("ece_percent"), chosen.scores.get("ece_percent")
-    if before is not None and now is not None:
-        yield f"Its calibration error is {_percent(now)}, the plain network's {_percent(before)}."
+        return f"{by}: {chosen.label}. Its NLL on the test data is {_number(after, 4)}, {size}{sure}, {cost}."
+    return f"{by}: {chosen.label}, {cost}."
 
 
 def _find_drifted(found: Assessment) -> list[str]:

@@ -9,6 +9,7 @@ import typer
 import stochbn
 from stochbn.cli.console import say
 from stochbn.cli.loading import load_data, load_model
+from stochbn.cli.names import read_classes
 from stochbn.cli.options import Device, Factory, LinkName, Samples, Seed, Threads, Weights
 
 AT_ONCE = 128  # inputs; of validation, test and out-of-domain data that changes no result
@@ -34,7 +35,9 @@ def assess(
     ] = None,
     samples: Samples = 50,
     link: LinkName = "softmax",
-    classes: Annotated[Path | None, typer.Option(help="Names of the classes: a text file, one a line.")] = None,
+    classes: Annotated[
+        Path | None, typer.Option(help="Names of the classes, one a line; else the test data's own.")
+    ] = None,
     title: Annotated[str | None, typer.Option(help="Of the page; by default FACTORY.")] = None,
     seed: Seed = 0,
     device: Device = "cpu",
@@ -45,22 +48,25 @@ def assess(
     The plain network, a temperature, the paper's SBN and draws in the last layer alone stand side by side, with
     intervals. The page has a verdict, reliability, how much the network may answer alone at a risk of your choice,
     entropies of known and out-of-domain inputs, drift, the most and least certain images, and the cost. Beside it are
-    `assessment.json` and, for classes, the rule `abstain.json`.
+    `assessment.json`, for classes the rule `abstain.json`, and `chosen.sbn.safetensors` where draws were chosen.
 
     Needs: the network's code and weights, test data, training data or what `stochbn fit` or `stochbn tune` wrote, and
-    `pip install 'stochbn[plots]'`. Validation data are optional; without them nothing is tuned or chosen.
+    `pip install 'stochbn[plots]'`. Validation data are optional; without them nothing is tuned or compared.
 
     Next: open the page, and show it to whoever decides. `stochbn predict` if the network may be used.
 
     Example: `stochbn assess nets:build --checkpoint net.pt --train train.npz --batch-size 32 --validation val.npz --test test.npz --out assessment`
     """  # noqa: E501
     # Before anything takes long: what the page needs, and a place for it.
-    from stochbn.assessment.page import NUMBERS, RULE, check_folder
+    from stochbn.assessment.assess import check_apart
+    from stochbn.assessment.page import CHOSEN, NUMBERS, RULE, check_folder
 
     check_folder(out)
-    names = _read_names(classes)
+    given = {"train": train, "validation": validation, "test": test}
+    check_apart({name: Path(data).resolve() for name, data in given.items() if data is not None})
     model = load_model(factory, checkpoint, device)
     loaders: dict[str, Any] = {"test_loader": load_data(test, model, AT_ONCE)}
+    names = read_classes(classes, loaders["test_loader"]) or ()
     if train is not None:
         loaders["train_loader"] = load_data(train, model, batch_size, shuffle=True)
     for name, data in (("val_loader", validation), ("ood_loader", out_of_domain)):
@@ -71,17 +77,8 @@ def assess(
     found = stochbn.assess(model, title=title or factory, progress=sys.stderr.isatty(), **loaders, **options)
     page = found.save(out)
     say(str(found))
-    beside = [NUMBERS] if found.rule is None else [NUMBERS, RULE]
-    say(f"\nWrote {page}, with {' and '.join(beside)} beside it.")
+    beside = [name for name in (NUMBERS, RULE, CHOSEN) if (out / name).exists()]
+    say(f"\nWrote {page}, with {', '.join(beside)} beside it.")
     say(f"Next: open {page}, and show it to whoever decides whether the network may be used.")
     if validation is None:
         say("Validation data (--validation) would add a temperature, tuned draws, and a choice among them.")
-
-
-def _read_names(path: Path | None) -> tuple[str, ...]:
-    if path is None:
-        return ()
-    try:
-        return tuple(line.strip() for line in path.read_text("utf-8").splitlines() if line.strip())
-    except (OSError, UnicodeDecodeError) as error:
-        raise ValueError(f"Expected a text file with a class name a line, got {path} ({error}).") from error

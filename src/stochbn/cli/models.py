@@ -156,7 +156,8 @@ def tune(
     say(f"Chose spread {spreads}, {level}.\nWrote {', '.join(map(str, out))}")
     if len(out) == 1:
         assessing = _format_command("assess", factory, checkpoint=checkpoint, stats=out)
-        say(f"Next, to see what it may be trusted with: {assessing} --test TEST --out assessment")
+        assessing += " --validation VALIDATION --test TEST --out assessment"
+        say(f"Next, to see what it may be trusted with: {assessing}")
     predicting = _format_command("predict", factory, checkpoint=checkpoint, stats=out)
     say(f"Next, to use it: {predicting} --data TEST --out pred.csv")
     tell({"command": "tune", "out": out, **asdict(tuning)})
