@@ -212,6 +212,21 @@ def check_sharding(rank: int, _: Path) -> None:
     assert_same_everywhere(found)
 
 
+def check_plain_functions_never_communicate(rank: int, _: Path) -> None:
+    batches = make_batches(9)
+    model = make_model(batches)
+    shard = stochbn.distributed.shard(make_labelled(model, batches))
+    if rank == 0:  # which would wait for rank 1
+        with within(seconds=20):
+            found = stochbn.fit(model, shard, family="empirical", **QUIET)
+            assert torch.equal(
+                found.observations, stochbn.fit(model, batches[:4], family="empirical", **QUIET).observations
+            )
+            stochbn.tune(model, found, shard, **QUIET)
+    dist.barrier()
+    assert stochbn.distributed.fit(model, shard, **QUIET).num_batches == 9
+
+
 def check_predictions_are_those_of_one_process(rank: int, _: Path) -> None:
     batches = make_batches()
     model = make_model(batches)
