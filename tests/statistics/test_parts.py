@@ -96,6 +96,13 @@ def test_what_cannot_be_cut() -> None:
     with pytest.raises(TypeError, match="a loader with a length, to be cut between processes, got DataLoader"):
         cut(DataLoader(Stream()), Reader(0, 2))
 
+    class Counted(Stream):
+        def __len__(self) -> int:
+            return 8
+
+    with pytest.raises(TypeError, match="got DataLoader of an IterableDataset. Pass a list, or"):
+        cut(DataLoader(Counted(), 2), Reader(0, 2))  # its sampler has no end
+
 
 def test_own_loaders_say_how_much_they_hold() -> None:
     data = numbers(22)

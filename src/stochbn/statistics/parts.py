@@ -9,7 +9,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any, Protocol, TypeVar, cast
 
 import torch
-from torch.utils.data import BatchSampler, DataLoader, DistributedSampler, SequentialSampler
+from torch.utils.data import BatchSampler, DataLoader, DistributedSampler, IterableDataset, SequentialSampler
 
 from stochbn.statistics.items import concatenate, num_examples
 from stochbn.statistics.mini_batches import check_loader, length
@@ -162,10 +162,13 @@ def cut(loader: Iterable[Any], peers: Peers) -> Part:
         return loader.read_by(peers)
     check_loader(loader)
     total = length(loader)
-    if total is None:
+    # A stream has no places to start from, whatever it says of its length: its sampler yields without an end.
+    is_stream = isinstance(loader, DataLoader) and isinstance(loader.dataset, IterableDataset)
+    if total is None or is_stream:
         raise TypeError(
-            f"Expected a loader with a length, to be cut between processes, got {type(loader).__name__}. Pass a list, "
-            "or a DataLoader over a data set with a length."
+            f"Expected a loader with a length, to be cut between processes, got {type(loader).__name__}"
+            f"{' of an IterableDataset' if is_stream else ''}. Pass a list, or a DataLoader over a data set with a length "
+            "and indices."
         )
     peers.agree({"number of batches": total})
     mine = slice_of(total, peers)
