@@ -206,6 +206,10 @@ def check_sharding(rank: int, _: Path) -> None:
         found = stochbn.distributed.fit(model, stochbn.distributed.shard(loader), family="empirical", **QUIET)
         generator.manual_seed(3)
         assert_same_fit(found, stochbn.fit(model, loader, family="empirical", **QUIET))
+    odd = [*batches, batches[0][:5]]  # 10 of them, of which the last is incomplete
+    kept = QUIET | {"family": "empirical", "num_kept": 3}
+    found = stochbn.distributed.fit(model, stochbn.distributed.shard(odd), **kept)
+    assert_same_fit(found, stochbn.fit(model, odd, **kept))
     sampler: DistributedSampler[Any] = DistributedSampler(data)  # the usual way
     found = stochbn.distributed.fit(model, DataLoader(data, 10, sampler=sampler), **QUIET)
     assert found.num_batches == 14

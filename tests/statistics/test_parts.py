@@ -73,6 +73,13 @@ def test_lists_and_other_iterables_are_cut_too() -> None:
         assert [len(part) for part in parts] == [2, 3]
         assert torch.equal(torch.cat(parts[0] + parts[1]), torch.cat(batches))
 
+    labelled = [(torch.zeros(size, 1), torch.zeros(size)) for size in (4, 4, 4, 3)]
+    for cuttable in (labelled, tuple(labelled)):
+        cuts = [cut(cuttable, Reader(rank, 4)) for rank in range(4)]
+        assert [part.num_examples for part in cuts] == [4, 4, 4, 3]
+        assert {part.batch_size for part in cuts} == {4}  # of the whole, also where only the last one is
+    assert cut([("a name", torch.zeros(5, 1))], ALONE).num_examples == 5  # call= may know what to do with it
+
     class Reversed:
         def __len__(self) -> int:
             return 5
@@ -100,7 +107,7 @@ def test_what_cannot_be_cut() -> None:
         def __len__(self) -> int:
             return 8
 
-    with pytest.raises(TypeError, match="got DataLoader of an IterableDataset. Pass a list, or"):
+    with pytest.raises(TypeError, match=r"got DataLoader of an IterableDataset. Pass a list, or"):
         cut(DataLoader(Counted(), 2), Reader(0, 2))  # its sampler has no end
 
 

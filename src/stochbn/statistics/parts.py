@@ -11,7 +11,7 @@ from typing import Any, Protocol, TypeVar, cast
 import torch
 from torch.utils.data import BatchSampler, DataLoader, DistributedSampler, IterableDataset, SequentialSampler
 
-from stochbn.statistics.items import concatenate, num_examples
+from stochbn.statistics.items import concatenate, num_examples, tensors_in
 from stochbn.statistics.mini_batches import check_loader, length
 
 T = TypeVar("T")
@@ -147,8 +147,7 @@ def own(loader: Iterable[Any], peers: Peers) -> Part:
     if isinstance(loader, DataLoader):
         return Part(loader, peers, batch_size=loader.batch_size, num_examples=_count(loader))
     if isinstance(loader, (list, tuple)):
-        # The examples of (x, y) are those of x, which is what will be fitted.
-        sizes = [num_examples(item[0] if isinstance(item, (list, tuple)) and item else item) for item in loader]
+        sizes = [_size(item) for item in loader]
         return Part(loader, peers, batch_size=sizes[0] if sizes else None, num_examples=sum(sizes))
     return Part(loader, peers, batch_size=getattr(loader, "batch_size", None))
 
@@ -167,19 +166,28 @@ def cut(loader: Iterable[Any], peers: Peers) -> Part:
     if total is None or is_stream:
         raise TypeError(
             f"Expected a loader with a length, to be cut between processes, got {type(loader).__name__}"
-            f"{' of an IterableDataset' if is_stream else ''}. Pass a list, or a DataLoader over a data set with a length "
-            "and indices."
+            f"{' of an IterableDataset' if is_stream else ''}. Pass a list, or a DataLoader over a data set with a "
+            "length and indices."
         )
     peers.agree({"number of batches": total})
     mine = slice_of(total, peers)
     batches: Iterable[Any]
+    size = getattr(loader, "batch_size", None)
     if isinstance(loader, DataLoader):
         batches, count = _cut_data_loader(loader, mine, peers)
+    elif isinstance(loader, (list, tuple)):
+        batches = loader[mine.start : mine.stop]
+        # M is that of the first batch of all: one's own may be the last, which is smaller.
+        size, count = _size(loader[0]) if loader else None, sum(map(_size, batches))
     else:
-        batches = loader[mine.start : mine.stop] if isinstance(loader, list) else _Slice(loader, mine)
-        count = None if mine else 0
-    size = getattr(loader, "batch_size", None)
+        batches, count = _Slice(loader, mine), None if mine else 0
     return Part(batches, peers, batch_size=size, num_examples=count, num_batches=total)
+
+
+def _size(item: Any) -> int:
+    """Returns how many examples a batch has; those of (x, y) are those of x, which is what will be fitted."""
+    has_first = isinstance(item, (list, tuple)) and item and tensors_in(item[0])
+    return num_examples(item[0] if has_first else item)
 
 
 def _cut_data_loader(
