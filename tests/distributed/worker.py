@@ -210,6 +210,9 @@ def check_sharding(rank: int, _: Path) -> None:
     kept = QUIET | {"family": "empirical", "num_kept": 3}
     found = stochbn.distributed.fit(model, stochbn.distributed.shard(odd), **kept)
     assert_same_fit(found, stochbn.fit(model, odd, **kept))
+    odd = [torch.cat(batches[:4]), batches[0][:5]]  # rank 1 has the incomplete one alone
+    found = stochbn.distributed.fit(model, stochbn.distributed.shard(odd), batch_size=16, **kept)
+    assert_same_fit(found, stochbn.fit(model, odd, batch_size=16, **kept))
     sampler: DistributedSampler[Any] = DistributedSampler(data)  # the usual way
     found = stochbn.distributed.fit(model, DataLoader(data, 10, sampler=sampler), **QUIET)
     assert found.num_batches == 14

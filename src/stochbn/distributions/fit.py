@@ -99,7 +99,7 @@ def fit(
         torch.no_grad(),
         progress_bar("fit", "batch", length(loader), shown=progress) as bar,
     ):
-        parts = mini_batches(loader, batch_size=batch_size, num_batches=own_number, pick=pick)
+        parts = mini_batches(loader, batch_size=batch_size, num_batches=own_number, pick=pick, is_slice=peers.size > 1)
         if last:
             chosen, parts = _keep_last(model, call, chosen, parts)
         collected = Collected(joint=collector, order=chosen)

@@ -43,6 +43,7 @@ def mini_batches(
     batch_size: int | None = None,
     num_batches: int | None = None,
     pick: Callable[[Any], Any] | None = None,
+    is_slice: bool = False,
 ) -> Iterator[tuple[Any, int, int]]:
     """Cuts what a loader yields into mini-batches of M = `batch_size`, as many in one item as fit.
 
@@ -54,6 +55,7 @@ def mini_batches(
         batch_size: M; by default the loader's own batch size, else that of its first batch.
         num_batches: Stop after that many mini-batches; by default when the loader ends.
         pick: Picks what is needed out of what the loader yields; by default all of it is.
+        is_slice: Whether others read the rest of it. Then all that is here may be the smaller last batch.
 
     Yields:
         `(item, count, batch_size)`: an item of `count · batch_size` examples, which are `count` mini-batches.
@@ -71,7 +73,7 @@ def mini_batches(
                 f"Expected mini-batches of at least 2 examples, got {size}: alone in its batch, an input meets "
                 "no randomness. Pass a loader or batch_size= with the batch size the model was trained with."
             )
-        first_too_small = batch_size is not None and produced == 0 and count < size
+        first_too_small = batch_size is not None and produced == 0 and count < size and not is_slice
         if short is not None or first_too_small:
             raise ValueError(
                 f"Expected batches of at least {size} examples, got one of {short or count}; only the last may be "
