@@ -137,6 +137,8 @@ def check_how_much_is_read(rank: int, _: Path) -> None:
     shard = batches[:20] if rank == 0 else batches[20:]
     found = stochbn.distributed.fit(model, shard, num_batches=7, **QUIET)
     assert_same_fit(found, stochbn.fit(model, batches[:4] + batches[20:23], num_batches=7, **QUIET))
+    found = stochbn.distributed.fit(model, batches[:2] if rank == 0 else batches[2:], num_batches=9, **QUIET)
+    assert_same_fit(found, stochbn.fit(model, batches, num_batches=9, **QUIET))  # rank 1 takes what rank 0 lacks
     # Shards of two and of four rounds: one rank has to wait until all their data are as certain as that.
     target = float(largest_error(stochbn.fit(model, batches, **QUIET))) * 1.2
     found = stochbn.distributed.fit(model, shard, standard_error=target, **QUIET)

@@ -48,8 +48,9 @@ def fit(
             DistributedDataParallel is wrapped around keeps its names.
         loader: This rank's shard, such as a DataLoader with a DistributedSampler, or what `shard` returned.
         group: Whose ranks call this; None for all of the job.
-        options: As in `stochbn.fit`, the same on every rank. `num_batches` counts those of all ranks, and
-            `standard_error` is that of all their data.
+        options: As in `stochbn.fit`, the same on every rank. `num_batches` counts those of all ranks, who take equal
+            shares; it is at most that if a rank has fewer and its loader knows no length. `standard_error` is that of
+            all their data.
 
     Raises:
         ValueError: Models or options differ; the message names the ranks.

@@ -14,7 +14,10 @@ STACKED_EXAMPLES = 64
 
 
 def length(loader: Iterable[Any]) -> int | None:
-    """Returns how many batches there are, if the loader knows."""
+    """Returns how many batches there are, if the loader knows; of a part of one, how many the whole has."""
+    whole: int | None = getattr(loader, "whole_length", None)
+    if whole is not None:
+        return whole
     try:
         return len(loader)  # type: ignore[arg-type]
     except TypeError:  # also of a DataLoader over an IterableDataset
