@@ -328,5 +328,9 @@ def test_images_are_scaled_with_channels_first():
 
 def test_the_error_of_a_worker_is_found():
     inner, middle, outer = ValueError("inner"), RuntimeError("middle"), RuntimeError("outer")
-    middle.cause, outer.__cause__ = inner, middle
+    middle.cause, outer.cause = inner, middle
+    inner.__cause__ = KeyError()  # of the sentence, which says it all
     assert find_cause(outer) is inner
+    lost = RuntimeError("The node has died.")
+    lost.__cause__ = Exception()  # as Ray Data raises it
+    assert find_cause(lost) is lost

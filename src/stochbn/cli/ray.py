@@ -149,7 +149,8 @@ def count_cores() -> int:
 
 def find_cause(error: BaseException) -> BaseException:
     """Returns the error that a worker raised, out of those that Ray has put around it."""
-    while (inner := getattr(error, "cause", None) or error.__cause__) is not None:
+    # Not by __cause__: there Ray Data puts an empty SystemException of its own behind errors that are not a worker's.
+    while isinstance(inner := getattr(error, "cause", None), BaseException):
         error = inner
     return error
 
