@@ -102,7 +102,8 @@ def predict_files(
         ValueError: The cluster, the data, the network or the folder are not what they should be; nothing is written.
     """
     options |= {"checkpoint": checkpoint.absolute(), "stats": stats and stats.absolute()}
-    BatchPredictor(**options)  # here too: what is wrong with its files is better said before any worker starts
+    # Here too: what is wrong with its files is better said before any worker starts. This machine may have no GPU.
+    BatchPredictor(**options | {"device": "cpu"})
     found = _find(data)
     with _appearing(out) as folder, connected(address):
         _run(found, folder, batch_size, options)
