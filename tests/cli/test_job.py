@@ -97,7 +97,10 @@ def options(words: list[str]) -> dict[str, str]:
         ("missing", "Expected data at missing.npz, got no such file."),
         ("missing for one", "got an error on rank 1: ValueError: Expected data at data1.npz, got no such file."),
         ("unwritable", "own_nets.py"),
-        ("stream", "Expected a loader with a length, to be cut between processes, got DataLoader."),
+        (
+            "stream",
+            "Expected a loader with a length, to be cut between processes, got DataLoader of an IterableDataset.",
+        ),
         ("export", "Expected one of fit, predict, train, tune with torchrun, got 'export'"),
     ],
 )

@@ -7,7 +7,7 @@ import socket
 import sys
 import threading
 import time
-from contextlib import ExitStack
+from contextlib import ExitStack, nullcontext
 from dataclasses import replace
 from pathlib import Path
 
@@ -20,7 +20,7 @@ from pyarrow import parquet
 from rich.console import Console
 
 import stochbn
-from stochbn.cli.ray import call_on_images, find_cause
+from stochbn.cli.ray import call_on_images, find_cause, predict_files
 from stochbn.experiments.evaluation.queue import reproduce
 from stochbn.experiments.files import File, prediction_path
 from stochbn.experiments.training.checkpoints import checkpoint_path, find_checkpoint, read_checkpoint
@@ -271,6 +271,7 @@ def test_a_network_that_fails_is_named(cluster, run, monkeypatch):
         ({"out": "data"}, "Expected --out to be a new folder, got data, which is there"),
         ({"out": "net.pt/out"}, "Expected to write to net.pt/out, got .* Name another --out"),
         ({"stats": "net.pt"}, "Expected a file written by stats.save, got .*net.pt"),
+        ({"stats": ["net.sbn.safetensors"] * 2}, "Expected one --checkpoint, at most one --stats and a number"),
         ({"link": "probit"}, "Expected link to be one of 'softmax', 'sigmoid', 'identity', got 'probit'"),
     ],
 )
@@ -328,5 +329,26 @@ def test_images_are_scaled_with_channels_first():
 
 def test_the_error_of_a_worker_is_found():
     inner, middle, outer = ValueError("inner"), RuntimeError("middle"), RuntimeError("outer")
-    middle.cause, outer.__cause__ = inner, middle
+    middle.cause, outer.cause = inner, middle
+    inner.__cause__ = KeyError()  # of the sentence, which says it all
     assert find_cause(outer) is inner
+    lost = RuntimeError("The node has died.")
+    lost.__cause__ = Exception()  # as Ray Data raises it
+    assert find_cause(lost) is lost
+
+
+def test_not_with_torchrun(network, refused, monkeypatch):
+    monkeypatch.setattr("stochbn.cli.job.is_launched", lambda: True)
+    monkeypatch.setenv("RANK", "0")
+    monkeypatch.setattr("stochbn.cli.job.joined", lambda _: nullcontext())
+    message = refused("predict", factory="ray_nets:build", checkpoint="net.pt", data="data", out="out", ray="head:1")
+    assert "Expected either --ray or torchrun, got both" in message
+
+
+def test_the_network_is_checked_where_there_is_no_gpu(network, monkeypatch):
+    devices = []
+    monkeypatch.setattr("stochbn.cli.ray.BatchPredictor", lambda **options: devices.append(options["device"]))
+    given = {"factory": "ray_nets:build", "checkpoint": Path("net.pt"), "stats": None, "device": "cuda"}
+    with pytest.raises(ValueError, match="Expected data at nothing"):
+        predict_files("head:1", Path("nothing"), Path("out"), batch_size=1, **given)
+    assert devices == ["cpu"]

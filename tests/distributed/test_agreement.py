@@ -32,6 +32,8 @@ def test_running_statistics_are_those_of_the_first(model: nn.Module) -> None:
     class Second(Alone):
         """A rank whose buffers are not those of the first, which are 7."""
 
+        rank = 1
+
         def gather(self, value: object) -> list[object]:
             return ["another", value]
 
@@ -44,6 +46,11 @@ def test_running_statistics_are_those_of_the_first(model: nn.Module) -> None:
     assert digest(dict(found.named_parameters())) == digest(dict(model.named_parameters()))
     assert (describe(model), digest(dict(model.named_buffers()))) == before
     assert with_first_buffers(model, ALONE) is model
+
+    class First(Second):
+        rank = 0
+
+    assert with_first_buffers(model, First()) is model  # which is right already
 
 
 def test_options_come_back_with_their_defaults(model: nn.Module) -> None:

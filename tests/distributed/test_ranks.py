@@ -26,3 +26,5 @@ def test_without_a_job() -> None:
         RuntimeError, match=r"Expected a process group to fit in, got none. Call torch.distributed.init"
     ):
         stochbn.distributed.fit(nn.BatchNorm1d(2), [])
+    with pytest.raises(RuntimeError, match=r"group to shard in, got none. Call \S+ first\.$"):  # there is no plain one
+        stochbn.distributed.shard([])

@@ -137,6 +137,8 @@ def check_how_much_is_read(rank: int, _: Path) -> None:
     shard = batches[:20] if rank == 0 else batches[20:]
     found = stochbn.distributed.fit(model, shard, num_batches=7, **QUIET)
     assert_same_fit(found, stochbn.fit(model, batches[:4] + batches[20:23], num_batches=7, **QUIET))
+    found = stochbn.distributed.fit(model, batches[:2] if rank == 0 else batches[2:], num_batches=9, **QUIET)
+    assert_same_fit(found, stochbn.fit(model, batches, num_batches=9, **QUIET))  # rank 1 takes what rank 0 lacks
     # Shards of two and of four rounds: one rank has to wait until all their data are as certain as that.
     target = float(largest_error(stochbn.fit(model, batches, **QUIET))) * 1.2
     found = stochbn.distributed.fit(model, shard, standard_error=target, **QUIET)
@@ -206,10 +208,32 @@ def check_sharding(rank: int, _: Path) -> None:
         found = stochbn.distributed.fit(model, stochbn.distributed.shard(loader), family="empirical", **QUIET)
         generator.manual_seed(3)
         assert_same_fit(found, stochbn.fit(model, loader, family="empirical", **QUIET))
+    odd = [*batches, batches[0][:5]]  # 10 of them, of which the last is incomplete
+    kept = QUIET | {"family": "empirical", "num_kept": 3}
+    found = stochbn.distributed.fit(model, stochbn.distributed.shard(odd), **kept)
+    assert_same_fit(found, stochbn.fit(model, odd, **kept))
+    odd = [torch.cat(batches[:4]), batches[0][:5]]  # rank 1 has the incomplete one alone
+    found = stochbn.distributed.fit(model, stochbn.distributed.shard(odd), batch_size=16, **kept)
+    assert_same_fit(found, stochbn.fit(model, odd, batch_size=16, **kept))
     sampler: DistributedSampler[Any] = DistributedSampler(data)  # the usual way
     found = stochbn.distributed.fit(model, DataLoader(data, 10, sampler=sampler), **QUIET)
     assert found.num_batches == 14
     assert_same_everywhere(found)
+
+
+def check_plain_functions_never_communicate(rank: int, _: Path) -> None:
+    batches = make_batches(9)
+    model = make_model(batches)
+    shard = stochbn.distributed.shard(make_labelled(model, batches))
+    if rank == 0:  # which would wait for rank 1
+        with within(seconds=20):
+            found = stochbn.fit(model, shard, family="empirical", **QUIET)
+            assert torch.equal(
+                found.observations, stochbn.fit(model, batches[:4], family="empirical", **QUIET).observations
+            )
+            stochbn.tune(model, found, shard, **QUIET)
+    dist.barrier()
+    assert stochbn.distributed.fit(model, shard, **QUIET).num_batches == 9
 
 
 def check_predictions_are_those_of_one_process(rank: int, _: Path) -> None:

@@ -80,3 +80,11 @@ def test_data_that_is_not_batches(data: object) -> None:
 def test_arrays_are_no_tensors() -> None:
     with pytest.raises(TypeError, match=r"tensors or batches of them, got ndarray\. Pass torch.from_numpy\(x\)"):
         list(mini_batches(np.ones((4, 2))))
+
+
+def test_all_of_a_slice_may_be_the_smaller_last_batch() -> None:
+    assert list(mini_batches([torch.zeros(3, 1)], batch_size=4, is_slice=True)) == []
+    with pytest.raises(ValueError, match="batches of at least 4 examples, got one of 3; only the last may be smaller"):
+        list(mini_batches([torch.zeros(3, 1), torch.zeros(3, 1)], batch_size=4, is_slice=True))
+    with pytest.raises(ValueError, match="batches of at least 4 examples, got one of 3"):
+        list(mini_batches([torch.zeros(3, 1)], batch_size=4))

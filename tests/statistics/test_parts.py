@@ -7,7 +7,8 @@ import pytest
 import torch
 from torch.utils.data import DataLoader, DistributedSampler, IterableDataset, TensorDataset
 
-from stochbn.statistics.parts import ALONE, Alone, Part, cut, own, peers_of, share, slice_of
+from stochbn.statistics.mini_batches import length
+from stochbn.statistics.parts import ALONE, Alone, Part, cut, divide, own, peers_of, slice_of
 
 
 class Reader(Alone):
@@ -59,7 +60,8 @@ def test_a_part_knows_its_size_and_that_of_the_whole() -> None:
     assert [part.num_examples for part in parts] == [12, 10]
     assert [part.num_mini_batches(None) for part in parts] == [3, 2]
     assert [part.num_mini_batches(5) for part in parts] == [2, 2]
-    assert [len(part) for part in parts] == [6, 6]
+    assert [len(part) for part in parts] == [3, 3]
+    assert [length(part) for part in parts] == [6, 6]
     assert [len(list(part)) for part in parts] == [3, 3]
     assert [len(list(part)) for part in parts] == [3, 3]  # it can be read again
     assert cut(parts[0], ALONE).batches is parts[0].batches  # once is enough
@@ -72,6 +74,13 @@ def test_lists_and_other_iterables_are_cut_too() -> None:
         parts = [list(cut(loader, Reader(rank, 2))) for rank in range(2)]
         assert [len(part) for part in parts] == [2, 3]
         assert torch.equal(torch.cat(parts[0] + parts[1]), torch.cat(batches))
+
+    labelled = [(torch.zeros(size, 1), torch.zeros(size)) for size in (4, 4, 4, 3)]
+    for cuttable in (labelled, tuple(labelled)):
+        cuts = [cut(cuttable, Reader(rank, 4)) for rank in range(4)]
+        assert [part.num_examples for part in cuts] == [4, 4, 4, 3]
+        assert {part.batch_size for part in cuts} == {4}  # of the whole, also where only the last one is
+    assert cut([("a name", torch.zeros(5, 1))], ALONE).num_examples == 5  # call= may know what to do with it
 
     class Reversed:
         def __len__(self) -> int:
@@ -96,6 +105,13 @@ def test_what_cannot_be_cut() -> None:
     with pytest.raises(TypeError, match="a loader with a length, to be cut between processes, got DataLoader"):
         cut(DataLoader(Stream()), Reader(0, 2))
 
+    class Counted(Stream):
+        def __len__(self) -> int:
+            return 8
+
+    with pytest.raises(TypeError, match=r"got DataLoader of an IterableDataset. Pass a list, or"):
+        cut(DataLoader(Counted(), 2), Reader(0, 2))  # its sampler has no end
+
 
 def test_own_loaders_say_how_much_they_hold() -> None:
     data = numbers(22)
@@ -118,18 +134,22 @@ def test_own_loaders_say_how_much_they_hold() -> None:
 
 
 def test_batches_are_put_together() -> None:
-    part = Part([torch.full((2, 1), float(n)) for n in range(5)], ALONE, batch_size=2, num_examples=10, num_batches=5)
+    part = Part([torch.full((2, 1), float(n)) for n in range(5)], ALONE, batch_size=2, num_examples=10, whole_length=5)
     grouped = part.regroup(2)
     assert [len(batch) for batch in grouped] == [4, 4, 2]
     assert (grouped.batch_size, grouped.num_examples) == (4, 10)
-    with pytest.raises(TypeError, match="no length"):
+    with pytest.raises(TypeError, match="no len"):
         len(grouped)
 
 
 @pytest.mark.parametrize("count", [0, 1, 5, 12])
 def test_shares_and_slices_add_up(count: int) -> None:
     readers = [Reader(rank, 5) for rank in range(5)]
-    assert sum(share(count, reader) for reader in readers) == count
+    assert sum(divide(count, [None] * 5)) == count
+    sizes = [3, 9, 0, 1, 3]
+    found = divide(count, sizes)
+    assert sum(found) == count
+    assert all(share <= size for share, size in zip(found, sizes, strict=True))
     assert [i for reader in readers for i in slice_of(count, reader)] == list(range(count))
 
 

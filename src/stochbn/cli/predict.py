@@ -82,9 +82,14 @@ def predict(
     Example: `stochbn predict nets:build --checkpoint net.pt --stats net.sbn.safetensors --data x.npz --out pred.csv`
     """
     if ray is not None:
-        if len(checkpoint) > 1 or compile or classes or samples == "auto":
+        if job.is_launched():
             raise ValueError(
-                "Expected one --checkpoint and a number of --samples with --ray, without --compile or --classes."
+                "Expected either --ray or torchrun, got both. Leave torchrun out: Ray starts processes itself."
+            )
+        if len(checkpoint) > 1 or len(stats or ()) > 1 or compile or classes or samples == "auto":
+            raise ValueError(
+                "Expected one --checkpoint, at most one --stats and a number of --samples with --ray, without "
+                "--compile or --classes."
             )
         given: dict[str, Any] = {"num_samples": samples, "seed": seed, "link": link, "dropout": dropout}
         given |= {
@@ -146,7 +151,7 @@ class _Seen:
 
     def gather(self) -> "_Seen":
         """Returns what all processes of a job have seen, in the order of the data."""
-        parts = job.peers().gather(self)
+        parts = job.peers("predict").gather(self)
         return _Seen([label for part in parts for label in part.labels], [one for part in parts for one in part.ids])
 
     def _keep(self, loader: Iterable[Any]) -> Iterator[Any]:

@@ -102,7 +102,8 @@ def predict_files(
         ValueError: The cluster, the data, the network or the folder are not what they should be; nothing is written.
     """
     options |= {"checkpoint": checkpoint.absolute(), "stats": stats and stats.absolute()}
-    BatchPredictor(**options)  # here too: what is wrong with its files is better said before any worker starts
+    # Here too: what is wrong with its files is better said before any worker starts. This machine may have no GPU.
+    BatchPredictor(**options | {"device": "cpu"})
     found = _find(data)
     with _appearing(out) as folder, connected(address):
         _run(found, folder, batch_size, options)
@@ -149,7 +150,8 @@ def count_cores() -> int:
 
 def find_cause(error: BaseException) -> BaseException:
     """Returns the error that a worker raised, out of those that Ray has put around it."""
-    while (inner := getattr(error, "cause", None) or error.__cause__) is not None:
+    # Not by __cause__: there Ray Data puts an empty SystemException of its own behind errors that are not a worker's.
+    while isinstance(inner := getattr(error, "cause", None), BaseException):
         error = inner
     return error
 

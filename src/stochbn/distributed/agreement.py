@@ -74,7 +74,7 @@ def with_first_buffers(model: Any, peers: Peers) -> Any:
     """Returns a model with the buffers of rank 0's; several models, each so.
 
     DistributedDataParallel gives all ranks those of rank 0 before a forward pass, and each changes them during it. So
-    after training they differ. Then this is a copy of the model, which stays as it is.
+    after training they differ. Then others than rank 0 get a copy of their model, which stays as it is.
     """
     if not isinstance(model, nn.Module) or isinstance(model, nn.ModuleList):
         return [with_first_buffers(one, peers) for one in model]
@@ -82,7 +82,10 @@ def with_first_buffers(model: Any, peers: Peers) -> Any:
     buffers = {name: buffer.detach().cpu() for name, buffer in model.named_buffers()}
     if len(set(peers.gather(digest(buffers)))) == 1:
         return model
-    copied, given = make_snapshot(model), peers.first(buffers)
+    given = peers.first(buffers)
+    if peers.rank == 0:
+        return model
+    copied = make_snapshot(model)
     for name, buffer in copied.named_buffers():
         buffer.copy_(given[name])
     return copied

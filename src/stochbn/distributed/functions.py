@@ -21,7 +21,7 @@ from stochbn.inference.tune import tune as plain_tune
 from stochbn.statistics.calls import device_of, unwrap
 from stochbn.statistics.checks import check_whole
 from stochbn.statistics.items import num_examples, rows, tensors_in
-from stochbn.statistics.parts import cut, own, slice_of
+from stochbn.statistics.parts import ALONE, cut, own, slice_of
 
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
@@ -48,8 +48,9 @@ def fit(
             DistributedDataParallel is wrapped around keeps its names.
         loader: This rank's shard, such as a DataLoader with a DistributedSampler, or what `shard` returned.
         group: Whose ranks call this; None for all of the job.
-        options: As in `stochbn.fit`, the same on every rank. `num_batches` counts those of all ranks, and
-            `standard_error` is that of all their data.
+        options: As in `stochbn.fit`, the same on every rank. `num_batches` counts those of all ranks, who take equal
+            shares; it is at most that if a rank has fewer and its loader knows no length. `standard_error` is that of
+            all their data.
 
     Raises:
         ValueError: Models or options differ; the message names the ranks.
@@ -202,7 +203,8 @@ def shard(loader: Iterable[Any], *, group: "ProcessGroup | None" = None) -> Iter
     """Returns this rank's slice of a loader that every rank has, for `fit`: whole batches, one after the other.
 
     Unlike a DistributedSampler it repeats no example, and the ranks together have the batches that one process would
-    have. The loader's order may be random; it is that of rank 0 for all. Every rank has to call it.
+    have. The loader's order may be random; it is that of rank 0 for all. Every rank has to call it. What it returns
+    communicates no more: with it, the plain functions work on this rank's slice alone.
 
     Examples:
         >>> dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
@@ -211,7 +213,7 @@ def shard(loader: Iterable[Any], *, group: "ProcessGroup | None" = None) -> Iter
         >>> dist.destroy_process_group()
     """
     with together(group, "shard") as ranks:
-        return cut(loader, ranks)
+        return cut(loader, ranks).read_by(ALONE)
 
 
 def _count_synchronised(model: nn.Module) -> int:

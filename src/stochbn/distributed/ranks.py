@@ -16,6 +16,8 @@ from stochbn.distributions.storage import brief
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
 
+FUNCTIONS = ("fit", "tune", "predict")  # that stochbn and stochbn.distributed have both
+
 T = TypeVar("T")
 
 
@@ -36,9 +38,10 @@ class Ranks:
 
     def __init__(self, group: "ProcessGroup | None", task: str) -> None:
         if not (dist.is_available() and dist.is_initialized()):
+            plain = f", or stochbn.{task} for one process" if task in FUNCTIONS else ""
             raise RuntimeError(
-                f"Expected a process group to {task} in, got none. Call torch.distributed.init_process_group() first, "
-                f"or stochbn.{task} for one process."
+                f"Expected a process group to {task} in, got none. Call torch.distributed.init_process_group() "
+                f"first{plain}."
             )
         self._group = group if group is not None else dist.group.WORLD
         self.rank = dist.get_rank(self._group)
@@ -95,9 +98,10 @@ class Ranks:
             agreed[name] = next(iter(known.values()), None)
             for rank, value in known.items():
                 if value != agreed[name]:
+                    remedy = f" Call stochbn.distributed.{self._task} with the same on all."
                     raise ValueError(
                         f"Expected the same {name} on every rank, got {agreed[name]} on rank {next(iter(known))} and "
-                        f"{value} on rank {rank}. Call stochbn.distributed.{self._task} with the same on all."
+                        f"{value} on rank {rank}.{remedy if self._task in FUNCTIONS else ''}"
                     )
         return agreed
 

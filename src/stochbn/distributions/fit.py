@@ -19,7 +19,7 @@ from stochbn.statistics.items import copy_to, num_examples, rows
 from stochbn.statistics.layers import Layers, all_batch_norms, dropout_layers, find_layers
 from stochbn.statistics.mini_batches import STACKED_EXAMPLES, length, mini_batches
 from stochbn.statistics.normalization import BatchNormalization, BatchNormCall, Observed, call_answered
-from stochbn.statistics.parts import Part, Peers, peers_of, share
+from stochbn.statistics.parts import Part, Peers, divide, peers_of
 from stochbn.statistics.progress import progress_bar
 from stochbn.statistics.restoring import KeepingModes, keeping_tensors
 from stochbn.statistics.twin import make_twin, reorder_convolutions
@@ -93,13 +93,16 @@ def fit(
     if dropout:
         dropout_layers(model)
     peers = peers_of(loader)
-    own_number = None if num_batches is None else share(num_batches, peers)
+    own_number = None
+    if num_batches is not None:
+        known = loader.num_mini_batches(batch_size) if isinstance(loader, Part) else None
+        own_number = divide(num_batches, peers.gather(known))[peers.rank]
     with (
         KeepingModes(),
         torch.no_grad(),
         progress_bar("fit", "batch", length(loader), shown=progress) as bar,
     ):
-        parts = mini_batches(loader, batch_size=batch_size, num_batches=own_number, pick=pick)
+        parts = mini_batches(loader, batch_size=batch_size, num_batches=own_number, pick=pick, is_slice=peers.size > 1)
         if last:
             chosen, parts = _keep_last(model, call, chosen, parts)
         collected = Collected(joint=collector, order=chosen)

@@ -14,7 +14,10 @@ STACKED_EXAMPLES = 64
 
 
 def length(loader: Iterable[Any]) -> int | None:
-    """Returns how many batches there are, if the loader knows."""
+    """Returns how many batches there are, if the loader knows; of a part of one, how many the whole has."""
+    whole: int | None = getattr(loader, "whole_length", None)
+    if whole is not None:
+        return whole
     try:
         return len(loader)  # type: ignore[arg-type]
     except TypeError:  # also of a DataLoader over an IterableDataset
@@ -43,6 +46,7 @@ def mini_batches(
     batch_size: int | None = None,
     num_batches: int | None = None,
     pick: Callable[[Any], Any] | None = None,
+    is_slice: bool = False,
 ) -> Iterator[tuple[Any, int, int]]:
     """Cuts what a loader yields into mini-batches of M = `batch_size`, as many in one item as fit.
 
@@ -54,6 +58,7 @@ def mini_batches(
         batch_size: M; by default the loader's own batch size, else that of its first batch.
         num_batches: Stop after that many mini-batches; by default when the loader ends.
         pick: Picks what is needed out of what the loader yields; by default all of it is.
+        is_slice: Whether others read the rest of it. Then all that is here may be the smaller last batch.
 
     Yields:
         `(item, count, batch_size)`: an item of `count · batch_size` examples, which are `count` mini-batches.
@@ -71,7 +76,7 @@ def mini_batches(
                 f"Expected mini-batches of at least 2 examples, got {size}: alone in its batch, an input meets "
                 "no randomness. Pass a loader or batch_size= with the batch size the model was trained with."
             )
-        first_too_small = batch_size is not None and produced == 0 and count < size
+        first_too_small = batch_size is not None and produced == 0 and count < size and not is_slice
         if short is not None or first_too_small:
             raise ValueError(
                 f"Expected batches of at least {size} examples, got one of {short or count}; only the last may be "

@@ -9,9 +9,9 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any, Protocol, TypeVar, cast
 
 import torch
-from torch.utils.data import BatchSampler, DataLoader, DistributedSampler, SequentialSampler
+from torch.utils.data import BatchSampler, DataLoader, DistributedSampler, IterableDataset, SequentialSampler
 
-from stochbn.statistics.items import concatenate, num_examples
+from stochbn.statistics.items import concatenate, num_examples, tensors_in
 from stochbn.statistics.mini_batches import check_loader, length
 
 T = TypeVar("T")
@@ -66,8 +66,8 @@ class Part:
         peers: All readers.
         batch_size: The loader's own, if it has one.
         num_examples: In these batches, if that is known.
-        num_batches: Of the whole loader. `len` is that too: how a pass is computed depends on how many there are, and
-            must not depend on how many readers share them.
+        whole_length: How many batches the whole loader has. How a pass is computed depends on it, and must not depend
+            on how many readers share them; so `length` returns it, and `len` how many there are to read.
     """
 
     def __init__(
@@ -77,21 +77,19 @@ class Part:
         *,
         batch_size: int | None = None,
         num_examples: int | None = None,
-        num_batches: int | None = None,
+        whole_length: int | None = None,
     ) -> None:
         self.batches = batches
         self.peers = peers
         self.batch_size = batch_size
         self.num_examples = num_examples
-        self._num_batches = num_batches
+        self.whole_length = whole_length
 
     def __iter__(self) -> Iterator[Any]:
         return iter(self.batches)
 
     def __len__(self) -> int:
-        if self._num_batches is None:
-            raise TypeError("the loader has no length")
-        return self._num_batches
+        return len(self.batches)  # type: ignore[arg-type]
 
     def read_by(self, peers: Peers) -> "Part":
         """Returns the same part, for a call of its readers in which they are known as `peers`."""
@@ -119,14 +117,20 @@ def peers_of(loader: Iterable[Any]) -> Peers:
     return loader.peers if isinstance(loader, Part) else ALONE
 
 
-def share(count: int, peers: Peers) -> int:
-    """Returns how many of `count` things fall to a reader.
+def divide(count: int, sizes: Sequence[int | None]) -> list[int]:
+    """Divides a number between readers as evenly as what they have allows; of None, one has enough.
 
     Examples:
-        >>> share(5, ALONE)
-        5
+        >>> divide(8, [None, None, None]), divide(8, [1, 9, 3])
+        ([3, 3, 2], [1, 4, 3])
     """
-    return count // peers.size + (peers.rank < count % peers.size)
+    shares = [count if size is None else min(size, count) for size in sizes]
+    # Those who have least come first, and leave what they lack to the others.
+    order = sorted(range(len(sizes)), key=lambda reader: (shares[reader], -reader))
+    for position, reader in enumerate(order):
+        shares[reader] = min(shares[reader], count // (len(sizes) - position))
+        count -= shares[reader]
+    return shares
 
 
 def slice_of(count: int, peers: Peers) -> range:
@@ -147,8 +151,7 @@ def own(loader: Iterable[Any], peers: Peers) -> Part:
     if isinstance(loader, DataLoader):
         return Part(loader, peers, batch_size=loader.batch_size, num_examples=_count(loader))
     if isinstance(loader, (list, tuple)):
-        # The examples of (x, y) are those of x, which is what will be fitted.
-        sizes = [num_examples(item[0] if isinstance(item, (list, tuple)) and item else item) for item in loader]
+        sizes = [_size(item) for item in loader]
         return Part(loader, peers, batch_size=sizes[0] if sizes else None, num_examples=sum(sizes))
     return Part(loader, peers, batch_size=getattr(loader, "batch_size", None))
 
@@ -162,21 +165,33 @@ def cut(loader: Iterable[Any], peers: Peers) -> Part:
         return loader.read_by(peers)
     check_loader(loader)
     total = length(loader)
-    if total is None:
+    # A stream has no places to start from, whatever it says of its length: its sampler yields without an end.
+    is_stream = isinstance(loader, DataLoader) and isinstance(loader.dataset, IterableDataset)
+    if total is None or is_stream:
         raise TypeError(
-            f"Expected a loader with a length, to be cut between processes, got {type(loader).__name__}. Pass a list, "
-            "or a DataLoader over a data set with a length."
+            f"Expected a loader with a length, to be cut between processes, got {type(loader).__name__}"
+            f"{' of an IterableDataset' if is_stream else ''}. Pass a list, or a DataLoader over a data set with a "
+            "length and indices."
         )
     peers.agree({"number of batches": total})
     mine = slice_of(total, peers)
     batches: Iterable[Any]
+    size = getattr(loader, "batch_size", None)
     if isinstance(loader, DataLoader):
         batches, count = _cut_data_loader(loader, mine, peers)
+    elif isinstance(loader, (list, tuple)):
+        batches = loader[mine.start : mine.stop]
+        # M is that of the first batch of all: one's own may be the last, which is smaller.
+        size, count = _size(loader[0]) if loader else None, sum(map(_size, batches))
     else:
-        batches = loader[mine.start : mine.stop] if isinstance(loader, list) else _Slice(loader, mine)
-        count = None if mine else 0
-    size = getattr(loader, "batch_size", None)
-    return Part(batches, peers, batch_size=size, num_examples=count, num_batches=total)
+        batches, count = _Slice(loader, mine), None if mine else 0
+    return Part(batches, peers, batch_size=size, num_examples=count, whole_length=total)
+
+
+def _size(item: Any) -> int:
+    """Returns how many examples a batch has; those of (x, y) are those of x, which is what will be fitted."""
+    has_first = isinstance(item, (list, tuple)) and item and tensors_in(item[0])
+    return num_examples(item[0] if has_first else item)
 
 
 def _cut_data_loader(

@@ -1,15 +1,18 @@
 """What two ranks find that train one network together."""
 
 import os
+import time
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
 import torch.distributed as dist
 
-from jobs import run
+from jobs import TIMEOUT, run
 from stochbn.distributed.ranks import RankError, Ranks, together
+from stochbn.experiments.training import train as training
 from stochbn.experiments.training.checkpoints import read_checkpoint
 from stochbn.experiments.training.recipes import RECIPES, Recipe
 from stochbn.experiments.training.train import train
@@ -63,11 +66,25 @@ def check_mini_batches_stay_whole(rank: int, folder: Path) -> None:
     dist.barrier()
 
 
-def check_a_rank_that_fails_in_a_step(rank: int, folder: Path) -> None:
+def check_a_checkpoint_that_cannot_be_written(rank: int, folder: Path) -> None:
+    os.environ["STOCHBN_DATA"] = str(folder / "unwritten")
+    kind, message = (OSError, "disk full") if rank == 0 else (RankError, "error on rank 0: OSError: disk full")
+    start = time.monotonic()
+    with (
+        mock.patch.object(training, "write_checkpoint", side_effect=OSError("disk full")),
+        pytest.raises(kind, match=message),
+        together(None, "train"),
+    ):
+        train(make_recipe(), 0, peers=Ranks(None, "train"))
+    assert time.monotonic() - start < TIMEOUT / 2
+    assert Ranks(None, "train").gather(rank) == [0, 1]  # nobody is out of step
+
+
+def check_a_rank_that_fails_among_steps(rank: int, folder: Path) -> None:
     """The last check: what the ranks have sent each other is then out of step."""
     os.environ["STOCHBN_DATA"] = str(folder / "failing")
     if rank == 1:
-        torch.nn.functional.cross_entropy = lambda *_: 1 / 0
+        training.resize = lambda *_: 1 / 0  # outside of a step, where the others wait for its gradients
         with pytest.raises(RankError, match="got ZeroDivisionError on rank 1"):
             train(make_recipe(), 0, peers=Ranks(None, "train"))
         return  # the process ends

@@ -58,18 +58,28 @@ class Parallel:
     def step(self, number: int) -> Iterator[None]:
         """Is around the forward and the backward pass of a step; running statistics are then those after all of it.
 
-        Dropout has masks of its own in each process. An error ends the process, and the others notice.
+        Dropout has masks of its own in each process.
         """
         if self._peers.size == 1:
             yield
             return
+        before = self._running_statistics()
+        with torch.random.fork_rng(devices=[]):
+            torch.manual_seed(derive_seed(self._seed, "step", number * self._peers.size + self._peers.rank))
+            yield
+        self._merge_running_statistics(before)  # not sooner: the backward pass looks at them too
+
+    @contextmanager
+    def epoch(self) -> Iterator[None]:
+        """Is around the steps of an epoch: an error in them ends the process, and the others notice.
+
+        They average gradients meanwhile, and could not be told: that is another exchange.
+        """
         try:
-            before = self._running_statistics()
-            with torch.random.fork_rng(devices=[]):
-                torch.manual_seed(derive_seed(self._seed, "step", number * self._peers.size + self._peers.rank))
-                yield
-            self._merge_running_statistics(before)  # not sooner: the backward pass looks at them too
+            yield
         except Exception as error:
+            if self._peers.size == 1:
+                raise
             raise RankError(
                 f"Expected every rank to train, got {type(error).__name__} on rank {self._peers.rank} "
                 f"({brief(error)}). Start the job again: it goes on after the last epoch."

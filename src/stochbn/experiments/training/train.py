@@ -95,24 +95,25 @@ def _train(recipe: Recipe, seed: int, path: Path, folder: Path | None, console: 
             size = recipe.image_size(epoch)
             loss_sum = torch.zeros(())
             batches = torch.randperm(len(training))[: steps_per_epoch * recipe.batch_size].view(-1, recipe.batch_size)
-            for step, batch in enumerate(batches, start=epoch * steps_per_epoch):
-                images = training.images[batch]
-                images = (augment(images) if recipe.augment else images)[parallel.images]
-                inputs = resize(to_inputs(images), size)
-                optimizer.zero_grad()
-                with parallel.step(step):
-                    with ghost_batches(recipe.mini_batch_size):
-                        loss = F.cross_entropy(parallel(inputs), training.labels[batch][parallel.images])
-                    loss.backward()
-                for group in optimizer.param_groups:
-                    group["lr"] = learning_rate(recipe, step / num_steps)
-                optimizer.step()
-                loss_sum += loss.detach()
-                if step % 50 == 0:
-                    progress.update(bar, completed=step, loss=loss.item())
+            with parallel.epoch():
+                for step, batch in enumerate(batches, start=epoch * steps_per_epoch):
+                    images = training.images[batch]
+                    images = (augment(images) if recipe.augment else images)[parallel.images]
+                    inputs = resize(to_inputs(images), size)
+                    optimizer.zero_grad()
+                    with parallel.step(step):
+                        with ghost_batches(recipe.mini_batch_size):
+                            loss = F.cross_entropy(parallel(inputs), training.labels[batch][parallel.images])
+                        loss.backward()
+                    for group in optimizer.param_groups:
+                        group["lr"] = learning_rate(recipe, step / num_steps)
+                    optimizer.step()
+                    loss_sum += loss.detach()
+                    if step % 50 == 0:
+                        progress.update(bar, completed=step, loss=loss.item())
             train_loss = parallel.mean(loss_sum.item()) / steps_per_epoch
             if peers.rank > 0:
-                history = [*history, {}]
+                peers.gather(None)  # the checkpoint is written; else the first one says here why not
                 continue
             nll, error = validate(network, validation)
             seconds = time.perf_counter() - start
@@ -125,6 +126,7 @@ def _train(recipe: Recipe, seed: int, path: Path, folder: Path | None, console: 
                 line = f"epoch {epoch + 1}/{recipe.epochs}  train loss {train_loss:.4f}  "
                 line += f"validation NLL {nll:.4f}  error {error:.2%}  {seconds:.1f} s"
                 console.print(line, soft_wrap=True, highlight=False)
+            peers.gather(None)
 
 
 def learning_rate(recipe: Recipe, progress: float) -> float:
