@@ -1,11 +1,12 @@
 """`python -m benchmarks.scale`: what a second process gains, and what the two send each other.
 
 A narrow VGG-11 with random weights is fitted, and predicts, with one process and with two, one thread each. The
-processes of both jobs stay alive and take turns, so that a round has them side by side. Run it on an idle machine with
-two cores at least. A row has an engine, so that others than torch.distributed can stand beside it.
+processes of both jobs stay alive and take turns, so that a round has them side by side. Afterwards Ray predicts the
+same with one actor and with two, if it is installed. Run it on an idle machine with two cores at least.
 """
 
 import argparse
+import importlib.util
 import json
 import os
 import pickle
@@ -58,7 +59,7 @@ def main() -> None:
         serve(given.rank, int(given.job[0]), given.job[1], Work(**json.loads(given.job[2])))
         return
     work = Work()
-    rows = measure(work)
+    rows = measure(work) + ray_rows(work)
     table = Table("engine", "task", "processes", "seconds", "speed-up", "efficiency", "bytes sent")
     for row in rows:
         seconds, speed_up = (f"{row[key]['median']:.3f}" for key in ("seconds", "speed_up"))
@@ -67,6 +68,16 @@ def main() -> None:
     Console(width=120).print(table)
     results = describe("python -m benchmarks.scale") | {"work": asdict(work), "rows": rows}
     Path("results/scale.json").write_text(json.dumps(rounded(results), indent=1) + "\n")
+
+
+def ray_rows(work: Work) -> list[dict[str, Any]]:
+    """Returns the rows of Ray, none where it is not installed."""
+    if importlib.util.find_spec("ray") is None:
+        return []
+    from benchmarks.scale_ray import measure_ray
+
+    sizes = {"num_batches": work.num_batches, "batch_size": work.batch_size}
+    return measure_ray(**sizes, num_samples=work.num_samples, repeats=work.repeats)
 
 
 def measure(work: Work) -> list[dict[str, Any]]:

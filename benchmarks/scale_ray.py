@@ -1,11 +1,10 @@
-"""`python -m benchmarks.scale_ray`: what a second core gains when Ray predicts, and what goes through its memory.
+"""What a second actor gains when Ray predicts, and what goes through its memory: rows of `python -m benchmarks.scale`.
 
 A narrow VGG-11 with random weights predicts with one actor and with two, one thread each, on a cluster that is started
 for it. The time is that of a whole call, as a user waits for it: it includes the start of the actors, which is reported
-beside it. Run it on an idle machine with two cores at least.
+beside it.
 """
 
-import json
 import logging
 import os
 import statistics
@@ -102,7 +101,3 @@ def _predict(inputs: list[np.ndarray], size: int, batch_size: int, options: dict
         start = start or time.perf_counter() - begin
         num_bytes += sum(values.nbytes for values in batch.values())
     return time.perf_counter() - begin, start, num_bytes
-
-
-if __name__ == "__main__":
-    print(json.dumps(measure_ray(), indent=1))

@@ -63,7 +63,7 @@ def given(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> dict[str, Any]:
         "train_loader": train,
         "val_loader": val,
         "test_loader": test,
-        "strange_loader": [3 + torch.rand(16, 1, 8, 8) for _ in range(2)],
+        "other_loader": [3 + torch.rand(16, 1, 8, 8) for _ in range(2)],
         "held_out_x": torch.rand(200, 1, 8, 8),
         "held_out_y": torch.randint(3, (200,)),
         "reg_loader": [(x, models[0](x).detach() + torch.randn(16, 3)) for x in data.tensors[0].split(16)],

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from stochbn.inference.held_out import like_outputs
 from stochbn.inference.prediction import Prediction
-from stochbn.uncertainty import class_indices, entropy
+from stochbn.uncertainty import bin_of, class_indices, entropy, risk_by_coverage
 
 Z = 1.959964  # of a normal distribution, 95 % lie within
 
@@ -78,7 +78,7 @@ def bin_confidence(pred: Prediction | Tensor, labels: Tensor, num_bins: int = 15
         (0.75, 0.5, 2.0)
     """
     confidence, correct = outcomes(pred, labels)
-    places = ((confidence * num_bins).ceil().long() - 1).clamp(0, num_bins - 1)
+    places = bin_of(confidence, num_bins)
 
     def add(values: Tensor) -> Tensor:
         empty = torch.zeros(len(values), num_bins, dtype=torch.float64, device=values.device)
@@ -132,13 +132,9 @@ def risks(pred: Prediction | Tensor, labels: Tensor, by: str = "entropy") -> tup
         losses = (~outcomes(pred, labels)[1]).double()
         uncertainty = getattr(pred, by) if isinstance(pred, Prediction) else entropy(pred)
         uncertainty = -uncertainty if by == "confidence" else uncertainty
-    # As in aurc: the runs of equal uncertainty share their mean loss.
-    losses = losses.detach().double().flatten()
-    _, runs, sizes = uncertainty.detach().flatten().unique(return_inverse=True, return_counts=True)
-    means = torch.zeros(len(sizes), dtype=losses.dtype, device=losses.device).index_add(0, runs, losses) / sizes
-    kept = torch.arange(1, len(losses) + 1, device=losses.device)
-    found = (means.repeat_interleave(sizes).cumsum(0) / kept).cpu()
-    return kept.cpu().double() / len(losses), found.sqrt() if is_regression else found
+    found = risk_by_coverage(losses.detach().double().flatten(), uncertainty.detach().flatten()).cpu()
+    coverage = torch.arange(1, len(found) + 1, dtype=torch.float64) / len(found)
+    return coverage, found.sqrt() if is_regression else found
 
 
 def uncertainties(pred: Prediction | Tensor) -> Tensor:

@@ -186,8 +186,8 @@ def flag(pred: Prediction, false_alarms: float = 0.05, by: By = "epistemic") -> 
 
     An input like the held-out ones is flagged with probability `false_alarms` at most. The threshold is the
     ⌈(N + 1)(1 − false_alarms)⌉-th smallest held-out score, of split conformal prediction (Vovk et al., 2005; for
-    outliers Bates et al., arXiv:2104.08279). No labels are needed, and ties make alarms rarer. How many strange inputs
-    are found is not promised.
+    outliers Bates et al., arXiv:2104.08279). No labels are needed, and ties make alarms rarer. How many
+    out-of-domain inputs are found is not promised.
 
     The promise is over held-out data and the new input together. With one set of N held-out inputs the rate varies
     around it, with a standard deviation of about √(false_alarms / N).

@@ -144,7 +144,7 @@ def entropies(
 ) -> Axes:
     """Draws the ECDF of the entropy on known inputs and, dashed, on out-of-domain ones: the share at or below.
 
-    The further apart the two, the better does the entropy tell strange inputs. Of a regression it is that of `std`.
+    The further apart the two, the better the entropy detects out-of-domain inputs. Of a regression it is that of `std`.
 
     Args:
         ax: Axes to draw on.

@@ -108,9 +108,14 @@ def ece(probs: Tensor, targets: Tensor, num_bins: int = 15) -> Tensor:
     confidence, predicted = probs.max(1)
     confidence = confidence.flatten()
     correct = (predicted == targets).to(probs.dtype).flatten()
-    bins = ((confidence * num_bins).ceil().long() - 1).clamp(0, num_bins - 1)
+    bins = bin_of(confidence, num_bins)
     gaps = torch.zeros(num_bins, dtype=probs.dtype, device=probs.device).index_add(0, bins, correct - confidence)
     return gaps.abs().sum() / confidence.numel()
+
+
+def bin_of(confidence: Tensor, num_bins: int) -> Tensor:
+    """Returns which of the equal bins of `ece` each confidence is in, of the same shape."""
+    return ((confidence * num_bins).ceil().long() - 1).clamp(0, num_bins - 1)
 
 
 def aurc(probs: Tensor, targets: Tensor, uncertainty: Tensor) -> Tensor:
@@ -134,11 +139,15 @@ def aurc(probs: Tensor, targets: Tensor, uncertainty: Tensor) -> Tensor:
             "Pass pred.entropy, for example."
         )
     wrong = (probs.argmax(1) != targets).double().flatten()  # whole counts, which float32 would round
-    _, places, sizes = uncertainty.flatten().unique(return_inverse=True, return_counts=True)  # in ascending order
-    means = torch.zeros(len(sizes), dtype=wrong.dtype, device=wrong.device).index_add(0, places, wrong) / sizes
-    num_kept = torch.arange(1, len(wrong) + 1, device=wrong.device)
-    risks: Tensor = means.repeat_interleave(sizes).cumsum(0) / num_kept
-    return risks.mean().to(probs.dtype)
+    return risk_by_coverage(wrong, uncertainty.flatten()).mean().to(probs.dtype)
+
+
+def risk_by_coverage(losses: Tensor, uncertainty: Tensor) -> Tensor:
+    """Returns the mean loss of the 1, 2, …, n most certain, (n,), of losses (n,) whose uncertainties may be equal."""
+    _, places, sizes = uncertainty.unique(return_inverse=True, return_counts=True)  # in ascending order
+    means = torch.zeros(len(sizes), dtype=losses.dtype, device=losses.device).index_add(0, places, losses) / sizes
+    risks: Tensor = means.repeat_interleave(sizes).cumsum(0) / torch.arange(1, len(losses) + 1, device=losses.device)
+    return risks
 
 
 def fpr95(known: Tensor, other: Tensor) -> Tensor:

@@ -9,7 +9,7 @@ from transformers import ResNetConfig, ResNetForImageClassification
 
 import stochbn
 from assessment.conftest import COUNTS, KINDS, assess_kind, classes, draw_class
-from stochbn.assessment.assess import LABELS, find_strange
+from stochbn.assessment.assess import LABELS, find_detected
 from stochbn.assessment.page import render_assessment
 
 KEYS = ["plain", "tempered", "sbn", "sbn-tuned", "last", "last-tuned"]
@@ -182,8 +182,8 @@ def test_a_resnet_of_transformers():
 def test_one_in_twenty_known_inputs_would_be_flagged():
     model = nn.Identity()
     known, other = (stochbn.predict(model, None, scale * torch.randn(400, 3)) for scale in (9, 0.1))
-    assert find_strange(known, other).value == 100
-    assert find_strange(known, known).value == pytest.approx(5, abs=0.5)
+    assert find_detected(known, other).value == 100
+    assert find_detected(known, known).value == pytest.approx(5, abs=0.5)
 
 
 @pytest.mark.parametrize(

@@ -298,7 +298,7 @@ def _score(test: Part, other: Part | None, seconds: dict[str, float]) -> dict[st
             LABELS[key],
             resampled.estimate(key),
             {} if key == "plain" else resampled.compare(key, "plain"),
-            find_strange(pred, others[key]) if others is not None and "auroc" in resampled.values[key] else None,
+            find_detected(pred, others[key]) if others is not None and "auroc" in resampled.values[key] else None,
             seconds[key],
             seconds[key] / seconds["plain"],
         )
@@ -306,7 +306,7 @@ def _score(test: Part, other: Part | None, seconds: dict[str, float]) -> dict[st
     }
 
 
-def find_strange(known: Prediction, other: Prediction) -> Estimate:
+def find_detected(known: Prediction, other: Prediction) -> Estimate:
     """Returns how many out-of-domain inputs, in percent, are more uncertain than 95 % of the known ones."""
     threshold = uncertainties(known).quantile(1 - FALSE_ALARMS)
     found = (uncertainties(other) > threshold).double().unsqueeze(1)

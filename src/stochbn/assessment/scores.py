@@ -11,14 +11,13 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor
 
-from stochbn.curves import find_share, outcomes, uncertainties, wilson
+from stochbn.curves import Z, find_share, outcomes, uncertainties, wilson
 from stochbn.inference.held_out import like_outputs
 from stochbn.inference.prediction import Prediction
-from stochbn.uncertainty import class_indices
+from stochbn.uncertainty import bin_of, class_indices
 
 NUM_RESAMPLES = 500
 NUM_BINS = 15  # of confidence, as in `stochbn.ece`
-INTERVAL = 1.959964  # standard deviations around the mean, which 95 % of labels should be within
 PERCENT = ("error_percent", "coverage_percent")
 
 
@@ -85,7 +84,7 @@ def describe_inputs(pred: Prediction, labels: Tensor) -> dict[str, Tensor]:
         distance = (truth - pred.mean).double().flatten(1)
         rows["rmse"] = distance.square().mean(1, keepdim=True)
         if pred.noise is not None:
-            inside = distance.abs() <= INTERVAL * pred.total_std.flatten(1).double()
+            inside = distance.abs() <= Z * pred.total_std.flatten(1).double()
             rows["coverage_percent"] = inside.double().mean(1, keepdim=True)
     else:
         confidence, correct = outcomes(pred, labels)
@@ -97,7 +96,7 @@ def describe_inputs(pred: Prediction, labels: Tensor) -> dict[str, Tensor]:
         )
         squares = (pred.probs.double() - truth).square().sum(1)
         rows["brier"] = squares.reshape(len(squares), -1).mean(1, keepdim=True)
-        bins = ((confidence * NUM_BINS).ceil().long() - 1).clamp(0, NUM_BINS - 1)
+        bins = bin_of(confidence, NUM_BINS)
         gaps = torch.zeros(len(bins), NUM_BINS, dtype=torch.float64)
         rows["ece_percent"] = gaps.scatter_add(1, bins, correct.double() - confidence.double()) / bins.shape[1]
     found = losses(pred, labels)

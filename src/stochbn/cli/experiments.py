@@ -112,7 +112,7 @@ def train(
 
     for number in range(seed, seed + seeds):
         console.rule(f"{chosen.name}, seed {number}")
-        say(str(train(chosen, number, folder=folder, console=console, peers=job.peers())))
+        say(str(train(chosen, number, folder=folder, console=console, peers=job.peers("train"))))
 
 
 @changes_recipe

@@ -70,6 +70,6 @@ def shard(loader: T) -> T | Iterable[Any]:
     return stochbn.distributed.shard(loader) if is_joined() else loader  # type: ignore[arg-type]
 
 
-def peers(command: str = "train") -> Peers:
+def peers(command: str) -> Peers:
     """Returns the processes of the job, who run a command."""
     return Ranks(None, command) if is_joined() else ALONE

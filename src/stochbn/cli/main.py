@@ -48,7 +48,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
 
 
 def _complain(text: str, error: Exception | None = None) -> None:
-    """Prints a line on stderr; of several processes the first does, and whoever could not tell it."""
+    """Prints a line on stderr; of several processes the first does, and one whose error the others do not know."""
     if job.is_first() or (error is not None and not is_told(error)):
         print(text, file=sys.stderr)
 

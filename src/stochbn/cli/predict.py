@@ -15,6 +15,7 @@ from torch.utils.data import RandomSampler
 from tqdm import tqdm
 
 import stochbn
+from stochbn.assessment.measure import find_labels
 from stochbn.cli import job
 from stochbn.cli.console import console, printable, say, tell
 from stochbn.cli.loading import load_data, load_models, load_stats
@@ -156,8 +157,8 @@ class _Seen:
 
     def _keep(self, loader: Iterable[Any]) -> Iterator[Any]:
         for item in tqdm(loader, desc="predict", unit="batch", leave=False, disable=None if job.is_first() else True):
-            if isinstance(item, (tuple, list)) and len(item) > 1 and isinstance(item[1], Tensor) and item[1].dim():
-                self.labels.append(item[1].cpu())
+            if (labels := find_labels(item, None)) is not None:
+                self.labels.append(labels)
             self.ids += ids_in(item)
             yield item
 

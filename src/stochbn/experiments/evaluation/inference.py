@@ -60,8 +60,7 @@ class TrainedNetwork:
         if not drawing.tuned:
             return stats
         options: dict[str, Any] = {"dropout": drawing.dropout, "progress": self.progress}
-        tuned: stochbn.Distribution = tune(self.network, stats, self.splits["validation"], seed=self.seed, **options)
-        return tuned
+        return tune(self.network, stats, self.splits["validation"], seed=self.seed, **options)
 
     def _fit_once(self, family: str, layers: str, dropout: bool) -> stochbn.Distribution:
         chosen = {
@@ -122,9 +121,9 @@ def fit(
 
 
 def tune(
-    network: nn.Module | Sequence[nn.Module], stats: Any, validation: Split, *, seed: int = 0, **options: Any
-) -> Any:
-    """Chooses the spread of one distribution, or of several together, on validation data; with draws of its own."""
+    network: nn.Module, stats: stochbn.Distribution, validation: Split, *, seed: int = 0, **options: Any
+) -> stochbn.Distribution:
+    """Chooses the spread of a distribution on validation data, with draws of its own."""
     loader = list(zip(input_batches(validation), validation.labels.split(_INFERENCE_BATCH), strict=True))
     # The spread alone: a temperature is a method of its own, which the study sets beside each of the others.
     own = {"choose": "spread", "progress": False, "seed": derive_seed(member_seed(DRAW_SEED, seed), "tune")}

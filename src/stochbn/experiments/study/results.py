@@ -35,10 +35,10 @@ class Quality:
 
 @dataclass(frozen=True)
 class Choice:
-    """The spread that validation data chose for a network, one or by layer, and the curve of spreads and their NLL."""
+    """The spread that validation data chose for a network, and the curve of spreads and their NLL."""
 
     seed: int
-    spread: float | dict[str, float]
+    spread: float
     curve: tuple[tuple[float, float], ...]
 
 

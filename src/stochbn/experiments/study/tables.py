@@ -181,9 +181,8 @@ def _text(quality: Quality, key: str, digits: int, factor: float = 1) -> str:
 
 
 def _spread_text(row: Row) -> str:
-    """Returns the mean of the spreads that were chosen, by layer if each has its own; 1 for the fitted one."""
+    """Returns the mean of the spreads that were chosen; 1 for the fitted one."""
     spreads = [choice.spread for choice in row.choices]
     if not spreads:
         return "1" if row.cost.statistics_bytes else "—"
-    by_layer = [list(spread.values()) if isinstance(spread, dict) else [spread] for spread in spreads]
-    return ", ".join(f"{mean:.2f}" for mean in np.mean(by_layer, axis=0))
+    return f"{np.mean(spreads):.2f}"

@@ -319,7 +319,7 @@ class Network:
             maps = self._make_maps(captured, self._sampler.take(start, stop), tensors)
             numbers = sum(value.numel() for value in maps if value is not None)
             if numbers * self.num_draws <= KEPT_NUMBERS * (stop - start):  # or draws would push each other out
-                if kept.num_numbers + numbers > KEPT_NUMBERS:  # of other inputs or chunks: begin anew
+                if kept.num_numbers + numbers > KEPT_NUMBERS:  # of other inputs or chunks: start again
                     kept.maps, kept.num_numbers = {}, 0
                 kept.num_numbers += numbers
                 kept.maps[captured, start, stop] = maps
