@@ -82,6 +82,8 @@ def test_few_mistakes_choose_the_plain_network():
             found = stochbn.assess(model, **data, risk=0.4, num_samples=4, progress=False)
         assert found.num_mistakes == wrong
         assert (found.verdict[1].startswith("The plain network stands")) == (wrong < 10)
+        names = "Plain + temperature; SBN, tuned; Last layer, tuned: Held-out data with 9 mistakes"
+        assert any(one.startswith(names) for one in found.warned) == (wrong < 10)
     assert "choose a method" not in render_assessment(found)
     assert "too few mistakes to choose a method" in render_assessment(replace(found, chosen="plain", num_mistakes=9))
 

@@ -3,7 +3,8 @@
 import platform
 import warnings
 from collections.abc import Hashable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from contextlib import contextmanager
+from dataclasses import dataclass, field, replace
 from itertools import combinations
 from typing import Any
 
@@ -142,7 +143,7 @@ def assess(
         num_inputs={name: size for name, size in sizes.items() if size},
         rule=rule,
         drift=job.find_drift(next(iter(fitted.values()))),
-        warned=tuple(dict.fromkeys(str(one.message) for one in caught)),
+        warned=tuple(dict.fromkeys([str(one.message) for one in caught] + job.warned())),
         num_samples=num_samples,
         versions={"stochbn": __version__, "torch": torch.__version__, "python": platform.python_version()},
         class_names=tuple(map(str, class_names)),
@@ -167,6 +168,7 @@ class _Job:
     call: Call | None
     target: Target | None
     progress: bool
+    noted: dict[str, list[str]] = field(default_factory=dict)  # warnings, and the methods that they are of
 
     def prepare(self, source: Distribution | Tuning | None) -> Predictor:
         return Predictor(self.model, source, link=self.link, call=self.call, keep_samples=False, **self.drawing)
@@ -199,14 +201,30 @@ class _Job:
         options["progress"], loader = self.progress, self.data.get("validation")
         sources: dict[str, Distribution | Tuning | None] = {"plain": None}
         if loader is not None:
-            sources["noisy" if self.link == "identity" else "tempered"] = tune(self.model, None, loader, **options)
+            key = "noisy" if self.link == "identity" else "tempered"
+            with self.noting(key):
+                sources[key] = tune(self.model, None, loader, **options)
         for key, stats in fitted.items():
             sources[key] = stats
             if given is not None and given.tuning is not None:
                 sources[f"{key}-tuned"] = given
             elif loader is not None:
-                sources[f"{key}-tuned"] = tune(self.model, stats, loader, **options)
+                with self.noting(f"{key}-tuned"):
+                    sources[f"{key}-tuned"] = tune(self.model, stats, loader, **options)
         return sources
+
+    @contextmanager
+    def noting(self, key: str) -> Iterator[None]:
+        """Keeps what a method is warned of for the page, once for all methods."""
+        with warnings.catch_warnings(record=True) as caught:
+            warnings.simplefilter("always")
+            yield
+        for one in caught:
+            self.noted.setdefault(str(one.message), []).append(key)
+
+    def warned(self) -> list[str]:
+        """Returns the warnings of methods, each with the names of these."""
+        return [f"{'; '.join(LABELS[key] for key in keys)}: {message}" for message, keys in self.noted.items()]
 
     def choose(self, predictors: dict[str, Predictor], default: str) -> tuple[int, int | None, str]:
         """Returns how many validation inputs there are, how many are mistaken, and the simplest method near the best.

@@ -1,5 +1,6 @@
 """Runs a command, and reports in one line what went wrong."""
 
+import re
 import sys
 import time
 import warnings
@@ -15,6 +16,8 @@ EXTRAS = {
     "ray": ("pyarrow", "ray"),
     "experiments": ("PIL", "pooch", "scipy", "sklearn"),
 }
+# Arguments of the library that are options here, with a value or without.
+SPELLED = re.compile(r"\b(batch_size|choose|compile|family|layers|link|num_groups|num_kept|rank)=('?)(\w*)\2")
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
@@ -26,7 +29,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     code = 0
     try:
         with warnings.catch_warnings():
-            warnings.showwarning = lambda message, *_, **__: _complain(f"Warning: {message}")
+            warnings.showwarning = lambda message, *_, **__: _complain(spell(f"Warning: {message}"))
             from stochbn.cli.commands import run  # only here, so that a missing extra is an error like any other
 
             with job.joined(given[0]):
@@ -53,6 +56,16 @@ def _complain(text: str, error: Exception | None = None) -> None:
         print(text, file=sys.stderr)
 
 
+def spell(text: str) -> str:
+    """Writes arguments of the library as this command's options.
+
+    Examples:
+        >>> spell("Pass link='sigmoid' for labels, or another batch_size=.")
+        'Pass --link sigmoid for labels, or another --batch-size.'
+    """
+    return SPELLED.sub(lambda found: f"--{found[1].replace('_', '-')} {found[3]}".rstrip(), text)
+
+
 def explain(error: Exception) -> str:
     """Puts an error on one line, with its type only if nobody foresaw it.
 
@@ -70,6 +83,8 @@ def explain(error: Exception) -> str:
     text, _, of_the_library = text.partition(" Pass target=")
     if of_the_library:
         text += " Give the data labels: y in the file, or the second of what the data set yields."
+    text = text.replace("Reshape them with target=, or pass", "Reshape them in the data, or pass")
+    text = spell(text)
     if isinstance(error, ImportError) and error.name:
         package = error.name.partition(".")[0]
         for extra, packages in EXTRAS.items():
