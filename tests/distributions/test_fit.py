@@ -10,6 +10,7 @@ from tqdm.auto import tqdm
 
 import stochbn
 from oracles import calibrate, small_cnn
+from stochbn.statistics.parts import ALONE, Part
 
 
 def test_loader_tuple_dict_and_call_give_the_same(model: nn.Module, batches: list[Tensor]) -> None:
@@ -47,6 +48,12 @@ def test_num_batches_limits_the_data(model: nn.Module, batches: list[Tensor]) ->
     assert few.num_batches == 3
     same = stochbn.fit(model, batches[:3], progress=False)
     assert torch.equal(few.layers["4"].moments.mean, same.layers["4"].moments.mean)
+
+
+def test_a_bar_counts_what_its_reader_has(model: nn.Module, batches: list[Tensor], capsys) -> None:
+    stochbn.fit(model, Part(batches[:3], ALONE, whole_length=12))
+    assert "/3" in (shown := capsys.readouterr().err)
+    assert "/12" not in shown
 
 
 @pytest.mark.parametrize("count", [0, 1])

@@ -2,6 +2,7 @@
 
 import itertools
 from collections.abc import Iterable, Iterator
+from operator import length_hint
 from typing import Any, Literal
 
 import torch
@@ -17,7 +18,7 @@ from stochbn.statistics.calls import Call, call_on_inputs, device_of, unwrap, wi
 from stochbn.statistics.checks import check_whole
 from stochbn.statistics.items import copy_to, num_examples, rows
 from stochbn.statistics.layers import Layers, all_batch_norms, dropout_layers, find_layers
-from stochbn.statistics.mini_batches import STACKED_EXAMPLES, length, mini_batches
+from stochbn.statistics.mini_batches import STACKED_EXAMPLES, mini_batches
 from stochbn.statistics.normalization import BatchNormalization, BatchNormCall, Observed, call_answered
 from stochbn.statistics.parts import Part, Peers, divide, peers_of
 from stochbn.statistics.progress import progress_bar
@@ -100,7 +101,7 @@ def fit(
     with (
         KeepingModes(),
         torch.no_grad(),
-        progress_bar("fit", "batch", length(loader), shown=progress) as bar,
+        progress_bar("fit", "batch", length_hint(loader) or None, shown=progress) as bar,
     ):
         parts = mini_batches(loader, batch_size=batch_size, num_batches=own_number, pick=pick, is_slice=peers.size > 1)
         if last:

@@ -3,6 +3,7 @@
 import math
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
+from operator import length_hint
 from typing import Any
 
 import torch
@@ -123,7 +124,7 @@ class HeldOut:
         with (
             KeepingModes(),
             torch.no_grad(),
-            progress_bar(title, "batch", length(self.loader), shown=self.progress) as bar,
+            progress_bar(title, "batch", length_hint(self.loader) or None, shown=self.progress) as bar,
         ):
             for item in self.loader:
                 labels = _second(item) if self.target is None else self.target(item)
