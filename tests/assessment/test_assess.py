@@ -169,7 +169,7 @@ def test_a_resnet_of_transformers():
         model,
         labelled[:5],
         train_loader=labelled[5:9],
-        ood_loader=labelled[:2],
+        ood_loader=[{"pixel_values": x} for x in inputs[:2]],
         call=lambda net, batch: net(pixel_values=batch["pixel_values"]).logits,
         target=lambda batch: batch["labels"],
         risk=0.9,

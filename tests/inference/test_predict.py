@@ -341,6 +341,35 @@ def test_models_that_cannot_be_vectorised_fall_back_to_a_loop_once(kind: type[nn
     torch.testing.assert_close(looped.samples, oracle, **ROUNDING)
 
 
+class Joins(nn.Module):
+    """Adds drawn values into others that are not drawn, as residual networks do; vmap refuses that."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.last = nn.BatchNorm1d(4), nn.BatchNorm1d(4)
+
+    def forward(self, x: Tensor) -> Tensor:
+        total = self.first(x) * 1
+        total += self.last(x.relu())
+        return total
+
+
+def test_what_vmap_refuses_is_captured_however_small(recwarn: pytest.WarningsRecorder) -> None:
+    batches = [torch.randn(8, 4) for _ in range(6)]
+    model = calibrate(Joins(), batches)
+    stats = stochbn.fit(model, batches, layers=["last"], progress=False)
+    oracle = naive(model, stats.sample(5, seed=0), batches[0])
+    for _ in range(2):
+        pred = stochbn.predict(model, stats, batches[0], num_samples=5)
+        torch.testing.assert_close(pred.samples, oracle, **ROUNDING)
+    assert not recwarn.list
+    x = batches[0].clone().requires_grad_()
+    with pytest.warns(UserWarning, match="Joins cannot be vectorised over draws"):
+        stochbn.predict(model, stats, x, num_samples=5).entropy.sum().backward()
+    assert x.grad is not None
+    stochbn.predict(model, stats, x, num_samples=5)  # says it once: here a warning is an error
+
+
 @pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16])
 def test_other_precisions(batches: list[Tensor], x: Tensor, dtype: torch.dtype) -> None:
     batches = [batch.to(dtype) for batch in batches]

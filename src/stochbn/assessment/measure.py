@@ -110,7 +110,7 @@ def run(
     start, generator = 0, torch.Generator().manual_seed(0)
     with progress_bar(f"assess {name}", "batch", length(loader), shown=progress) as bar:
         for item in loader:
-            found = find_labels(item, target)
+            found = find_labels(item, target) if needs_labels else None  # there may be none for target to find
             places: Tensor | None = None
             for key, predictor in predictors.items():
                 pred = tidy(predictor([item]))
@@ -119,7 +119,7 @@ def run(
                     if needs_labels:
                         labels.append(_take_labels(check_labels(pred, found, item, name), pred, places))
                 if key == shown:
-                    pictures = _picture(item, pred, found if needs_labels else None, start)
+                    pictures = _picture(item, pred, found, start)
                     most = sorted([*most, *pictures], key=lambda one: one.uncertainty)[:NUM_PICTURES]
                     least = sorted([*least, *pictures], key=lambda one: -one.uncertainty)[:NUM_PICTURES]
                 parts[key].append(_take(pred, places))

@@ -53,8 +53,8 @@ def _say_quality(found: Assessment, chosen: Method) -> str:
         return f"No threshold could be shown to keep the error below {100 * rule.risk:g} %. Over all {wrong}."
     whole = "all" if rule.num_accepted == rule.num_inputs else f"{100 * rule.coverage:.0f} %"
     return (
-        f"With {100 * rule.confidence:.0f} % confidence, {chosen.label} makes at most {100 * rule.risk:g} % errors on "
-        f"the inputs it accepts, which were {whole} of the test inputs. Over all {wrong}."
+        f"With {100 * rule.confidence:.0f} % confidence, “{chosen.label}” makes at most {100 * rule.risk:g} % errors "
+        f"on the inputs it accepts, which were {whole} of the test inputs. Over all {wrong}."
     )
 
 
@@ -76,8 +76,8 @@ def _say_gain(found: Assessment, chosen: Method) -> str:
         change, after = chosen.differences["nll"], chosen.scores["nll"]
         size = f"{abs(change.value):.4f} {'lower' if change.value < 0 else 'higher'} than the plain network's"
         sure = "" if change.excludes_zero else ", which may be chance"
-        return f"{by}: {chosen.label}. Its NLL on the test data is {_number(after, 4)}, {size}{sure}, {cost}."
-    return f"{by}: {chosen.label}, {cost}."
+        return f"{by}: “{chosen.label}”. Its NLL on the test data is {_number(after, 4)}, {size}{sure}, {cost}."
+    return f"{by}: “{chosen.label}”, {cost}."
 
 
 def _find_drifted(found: Assessment) -> list[str]:

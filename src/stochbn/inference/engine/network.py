@@ -12,7 +12,6 @@ import logging
 import math
 import threading
 import warnings
-import weakref
 from collections import OrderedDict
 from collections.abc import Hashable, Iterator
 from dataclasses import dataclass, field, replace
@@ -209,21 +208,27 @@ class Network:
         return Stacking(self.model, self.call, self._seed if self.dropout else None, is_kept=is_kept)
 
     def _stack_if_possible(self, stacking: Stacking, draws: Drawn, item: Any) -> Tensor:
-        if self.model in _UNSTACKABLE:
-            return stacking.run_one_by_one(draws, item)
-        for _ in range(2):  # what fails once, for lack of memory, say, is not the model's fault
+        """Runs draws together: by vmap, or in a graph if vmap fails; one by one if that fails, too."""
+        problem = _UNSTACKABLE.get(self.model, "")
+        for _ in range(0 if self.model in _UNSTACKABLE else 2):  # once, for lack of memory, say, is not its fault
             try:
                 return stacking.run(draws, item)
             except Exception as error:  # whatever it is, the loop below runs the model as its author meant it
                 raise_if_interrupted(error)
-                problem = error
+                problem = f"{type(error).__name__}: {first_line(error)}"
+        if self.is_drawn and not torch.is_grad_enabled():
+            captured = self._capture_once(self._find_graph(item), item)
+            if captured is not None:
+                _UNSTACKABLE.setdefault(self.model, problem)
+                return self._pass(captured, draws, item)
         outputs = stacking.run_one_by_one(draws, item)
-        _UNSTACKABLE.add(self.model)
-        warnings.warn(
-            f"{type(self.model).__name__} cannot be vectorised over draws, so they are computed one by one "
-            f"({type(problem).__name__}: {first_line(problem)}). chunk_size=1 says that this is meant.",
-            stacklevel=8,  # who called predict
-        )
+        if _UNSTACKABLE.setdefault(self.model, problem):
+            _UNSTACKABLE[self.model] = ""  # once
+            warnings.warn(
+                f"{type(self.model).__name__} cannot be vectorised over draws, so they are computed one by one "
+                f"({problem}). chunk_size=1 says that this is meant.",
+                stacklevel=8,  # who called predict
+            )
         return outputs
 
     def _find_graph(self, item: Any) -> "_Graph":
@@ -367,4 +372,4 @@ class _Graph:
 _GRAPHS: "WeakKeyDictionary[nn.Module, OrderedDict[Hashable, _Graph]]" = WeakKeyDictionary()
 _GRAPHS_LOCK = threading.Lock()
 _STATE = threading.local()
-_UNSTACKABLE: "weakref.WeakSet[nn.Module]" = weakref.WeakSet()
+_UNSTACKABLE: "WeakKeyDictionary[nn.Module, str]" = WeakKeyDictionary()  # why, until a warning has said it
