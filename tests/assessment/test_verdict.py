@@ -16,8 +16,8 @@ def test_the_first_sentence_is_what_it_may_do_alone(found):
     first = next(iter(describe(replace(found, rule=rule))))
     label = found.methods[found.chosen].label
     assert first.startswith(
-        f"With 95 % confidence, {label} makes at most 5 % errors on the inputs it accepts, which were 50 % of the test "
-        "inputs. Over all it is wrong on "
+        f"With 95 % confidence, “{label}” makes at most 5 % errors on the inputs it accepts, which were 50 % of the "
+        "test inputs. Over all it is wrong on "
     )
     every = next(iter(describe(replace(found, rule=replace(rule, num_accepted=112)))))
     assert "which were all of the test inputs." in every
