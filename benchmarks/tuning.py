@@ -2,13 +2,15 @@
 
 Eight small networks learn eight of ten digits, from all images, which leaves hardly a mistake, and from a hundred.
 Validation images tune them, by the rule of `tune` and by the lowest point of the curve. As many others score the
-result, and the two digits that were left out show what the draws still say.
+result, and the two digits that were left out show what the draws still say. The six LeNet-5s of the reproduction join
+them where they are trained: half of their validation images tune, the other half scores, and 500 negatives are unknown.
 """
 
 import json
 import warnings
-from collections.abc import Iterator
-from dataclasses import replace
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
+from itertools import product
 from pathlib import Path
 from typing import Any
 
@@ -21,8 +23,11 @@ from torch.nn.functional import cross_entropy
 import stochbn
 from benchmarks.machine import describe
 from stochbn.experiments.data.embedded import load_digits
+from stochbn.experiments.data.splits import load_split, to_inputs
+from stochbn.experiments.evaluation.inference import training_batches
 from stochbn.experiments.report.tables import rounded
-from stochbn.experiments.training.recipes import RECIPES
+from stochbn.experiments.training.checkpoints import checkpoint_path, is_trained, load_network
+from stochbn.experiments.training.recipes import EXPERIMENTS, RECIPES
 from stochbn.inference.choosing import compare
 from stochbn.inference.tune import NARROWER, SPREADS, WIDER
 
@@ -30,6 +35,8 @@ RECIPE = RECIPES["digits"]
 NUM_NETWORKS = 8
 # Images to tune on, and as many to score; and to learn from, None for the rest.
 LEVELS: dict[str, tuple[int, int | None]] = {"easy": (200, None), "hard": (500, 100)}
+LENET5 = EXPERIMENTS["lenet5"]
+Labelled = tuple[Tensor, Tensor]
 FAMILIES: dict[str, dict[str, Any]] = {
     "all layers, factorized": {},
     "last layer, empirical": {"layers": "last", "family": "empirical", "conditioned": True},
@@ -51,7 +58,7 @@ def main() -> None:
     console = Console(width=150)
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # what is warned of is in the verdicts too
-        rows = [row for level in LEVELS for seed in range(NUM_NETWORKS) for row in measure(level, seed)]
+        rows = list(measure_all(console))
     columns = (
         "level",
         "seed",
@@ -69,14 +76,38 @@ def main() -> None:
     for row in rows:
         table.add_row(*(f"{row[key]:.4f}" if isinstance(row[key], float) else str(row[key]) for key in columns))
     console.print(table)
-    summary = {level: summarise([row for row in rows if row["level"] == level]) for level in LEVELS}
+    levels = dict.fromkeys(row["level"] for row in rows)
+    summary = {level: summarise([row for row in rows if row["level"] == level]) for level in levels}
     console.print(summary)
     results = describe("python -m benchmarks.tuning") | {"levels": LEVELS, "summary": summary, "rows": rows}
     Path("results/tuning.json").write_text(json.dumps(rounded(results), indent=1) + "\n")
 
 
-def measure(level: str, seed: int) -> Iterator[dict[str, Any]]:
-    """Trains one network, and yields what each rule chooses for it and how that does on other images."""
+def measure_all(console: Console) -> Iterator[dict[str, Any]]:
+    """Yields the rows of every network, with its level and seed."""
+    for level, seed in product(LEVELS, range(NUM_NETWORKS)):
+        yield from ({"level": level, "seed": seed, **row} for row in measure(learn_digits(level, seed)))
+    for seed in range(LENET5.num_seeds):
+        if not is_trained(LENET5.recipe, seed):
+            console.print(f"LeNet-5 seed {seed} is left out: stochbn reproduce lenet5 trains it")
+            continue
+        yield from ({"level": "lenet5", "seed": seed, **row} for row in measure(load_lenet5(seed)))
+
+
+@dataclass(frozen=True)
+class Subject:
+    """A trained network, and data: batches to fit to, labelled inputs to tune on and to score, and unknown ones."""
+
+    model: nn.Module
+    training: Sequence[Tensor]
+    batch_size: int
+    held_out: Labelled
+    others: Labelled
+    unknown: Tensor
+
+
+def learn_digits(level: str, seed: int) -> Subject:
+    """Trains a small network on eight digits."""
     torch.manual_seed(seed)
     images, labels = load_digits()
     x, left_out = images.float() / 255, torch.tensor([seed, (seed + 5) % 10])
@@ -84,38 +115,55 @@ def measure(level: str, seed: int) -> Iterator[dict[str, Any]]:
     known = is_known.nonzero()[:, 0][torch.randperm(int(is_known.sum()))]
     names = labels[is_known].unique()
     size, num_training = LEVELS[level]
-    tuning, scoring, training = known[:size], known[size : 2 * size], known[2 * size :][:num_training]
-    model = train(x[training], torch.searchsorted(names, labels[training]))
-    held_out = [(x[tuning], torch.searchsorted(names, labels[tuning]))]
-    others, unknown = [(x[scoring], torch.searchsorted(names, labels[scoring]))], x[~is_known]
+    rows = known[:size], known[size : 2 * size], known[2 * size :][:num_training]
+    held_out, others, training = ((x[index], torch.searchsorted(names, labels[index])) for index in rows)
+    model = train(*training)
+    order = torch.cat([torch.randperm(len(rows[2])) for _ in range(max(4, 4000 // len(rows[2])))])
+    return Subject(model, [training[0][order]], RECIPE.batch_size, held_out, others, x[~is_known])
 
-    def losses(stats: Any, data: list[tuple[Tensor, Tensor]]) -> Tensor:
-        [(inputs, targets)] = data
-        probs = stochbn.predict(model, stats, inputs).probs
-        return -probs.gather(1, targets[:, None])[:, 0].clamp_min(1e-38).log().double()
+
+def load_lenet5(seed: int) -> Subject:
+    """Loads a LeNet-5 of the reproduction, and halves its validation images."""
+    recipe = LENET5.recipe
+    split = load_split(recipe.data, "validation")
+    order = torch.randperm(len(split), generator=torch.Generator().manual_seed(seed))
+    held_out, others = ((to_inputs(split.images[half]), split.labels[half]) for half in order.chunk(2))
+    batches = list(training_batches(load_split(recipe.data, "train"), recipe))
+    model = load_network(checkpoint_path(recipe, seed))
+    return Subject(model, batches, recipe.batch_size, held_out, others, 1 - others[0][:500])
+
+
+def measure(subject: Subject) -> Iterator[dict[str, Any]]:
+    """Yields what each rule chooses for a network, and how that does on other images."""
+    model, held_out = subject.model, [subject.held_out]
+
+    def losses(stats: Any) -> list[Tensor]:
+        """Returns those of images that did not tune, and of those that did."""
+        found = []
+        for inputs, targets in (subject.others, subject.held_out):
+            right = stochbn.predict(model, stats, inputs).probs.gather(1, targets[:, None])[:, 0]
+            found.append(-right.clamp_min(1e-38).log().double())
+        return found
 
     plain = stochbn.tune(model, None, held_out, progress=False)
+    reference = losses(plain)
     for family, options in FAMILIES.items():
-        order = torch.cat([torch.randperm(len(training)) for _ in range(max(4, 4000 // len(training)))])
-        fitted = stochbn.fit(model, [x[training][order]], progress=False, batch_size=RECIPE.batch_size, **options)
+        fitted = stochbn.fit(model, subject.training, progress=False, batch_size=subject.batch_size, **options)
         found = {"fitted": fitted, "lowest": take_lowest(model, fitted, held_out)}
         found["tune"] = stochbn.tune(model, fitted, held_out, progress=False)
-        scale = stochbn.predict(model, fitted, unknown).epistemic.mean()
+        scale = stochbn.predict(model, fitted, subject.unknown).epistemic.mean()
         for rule, stats in {"plain": plain, **found}.items():
             chosen = plain if rule == "plain" else stats.tuning or stochbn.Tuning()
-            epistemic = stochbn.predict(model, stats, unknown).epistemic.mean()
-            [difference, error], seen = (
-                compare(losses(stats, data), losses(plain, data)) for data in (others, held_out)
-            )
+            epistemic = stochbn.predict(model, stats, subject.unknown).epistemic.mean()
+            own = losses(stats)
+            [difference, error], seen = (compare(a, b) for a, b in zip(own, reference, strict=True))
             said = " ".join(chosen.verdict)
             yield {
-                "level": level,
-                "seed": seed,
                 "family": family,
                 "rule": rule,
                 "spread": chosen.spread,
                 "temperature": chosen.temperature,
-                "nll": float(losses(stats, others).mean()),
+                "nll": float(own[0].mean()),
                 "difference_to_plain": difference,
                 "standard_error": error,
                 "worse": difference > error,  # than the plain network at its temperature

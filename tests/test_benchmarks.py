@@ -255,7 +255,7 @@ def test_what_is_switched_off_changes_no_result(subject: Subject, only_last: boo
 @pytest.mark.filterwarnings("ignore:The model has seen")  # after one epoch
 def test_tuning_is_measured_for_every_rule(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(tuning, "RECIPE", tuning.RECIPE.vary(epochs=1))
-    rows = list(tuning.measure("easy", 0))
+    rows = list(tuning.measure(tuning.learn_digits("easy", 0)))
     assert [row["rule"] for row in rows] == 2 * ["plain", "fitted", "lowest", "tune"]
     assert all(row["epistemic"] > 0 for row in rows if row["rule"] != "plain")
     assert rows[0]["difference_to_plain"] == 0
