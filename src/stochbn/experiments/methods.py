@@ -23,6 +23,7 @@ class Drawing:
     layers: Literal["all", "stage", "last"] = "all"
     conditioned: bool = False  # whether each input is counted into the mini-batch that normalises it
     tuned: bool = False  # whether a spread is chosen for the network on validation data
+    tempered: bool = False  # whether a temperature is chosen with it, as `stochbn.tune` does by default
     dropout: bool = False  # whether dropout stays active
     apart: bool = False  # of "empirical", whether correlations between channels are destroyed
     spread: float | None = None  # a fixed one, in place of the fitted or a tuned one
@@ -97,6 +98,7 @@ METHODS: dict[str, Method] = {
         Method("stage-tuned", "Last stage, tuned", ORANGE, "-.", _tuned(_STAGE)),
         Method("last", "Last layer", PURPLE, "-", _LAST),
         Method("last-tuned", "Last layer, tuned", PURPLE, "-.", _tuned(_LAST)),
+        Method("last-both", "Last layer, tuned with T", BLACK, "-.", replace(_tuned(_LAST), tempered=True)),
         Method("channels-apart", "Real mini-batches, channels apart", GREY, ":", Drawing("empirical", apart=True)),
         Method("exact", "Exact (eq. 3)", BLACK, "-", Drawing("exact")),
         # Several networks.

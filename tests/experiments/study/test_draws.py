@@ -10,12 +10,14 @@ import pytest
 import torch
 
 import stochbn
+from stochbn.distributions.seeds import member_seed
 from stochbn.experiments.data.splits import Split, load_split
 from stochbn.experiments.evaluation.inference import fit, input_batches
-from stochbn.experiments.files import File
+from stochbn.experiments.files import DRAW_SEED, File
 from stochbn.experiments.methods import METHODS, Method
 from stochbn.experiments.study import draws
 from stochbn.experiments.study.draws import LIMITS, MAIN, SIDE, Study, Task, list_tasks, take_apart
+from stochbn.experiments.study.results import Results
 from stochbn.experiments.study.scores import Draws
 from stochbn.experiments.training.recipes import EXPERIMENTS, Recipe
 
@@ -67,7 +69,7 @@ def test_nothing_is_chosen_on_test_data(study: Study, files: dict[Task, File], m
         samples = changed.sample(task, stats, changed.splits["validation"])
         ours, theirs = (Draws((one,)).choose_temperature(labels) for one in (File({}, {"validation": samples}), file))
         assert ours == theirs
-    assert tuned == 3
+    assert tuned == 4
 
 
 @pytest.mark.parametrize("key", ["empirical", "channels-apart", "dropout+sbn", "tuned", "last@1.41"])
@@ -107,6 +109,23 @@ def test_the_last_layer_alone(study: Study) -> None:
     tuned = study.source(find(study, "last-tuned"))
     assert list(tuned.layers) == names[-1:]
     assert tuned.tuning is not None
+
+
+def test_a_temperature_that_was_chosen_with_the_spread_is_in_the_draws(
+    study: Study, files: dict[Task, File], results: Results
+) -> None:
+    task = find(study, "last-both")
+    stats, network = study.source(task), study.trained(*task.network).network
+    temperature = stats.tuning.temperature
+    assert stats.tuning.scores
+    assert results.methods["last-both"].temperatures[0] == pytest.approx(temperature)
+    tuned = replace(stats, tuning=replace(stats.tuning, temperature=2.0))  # whatever was chosen
+    inputs = study.splits["test"]
+    drawn = study.sample(task, tuned, inputs)
+    found = Draws((File({}, {"test": drawn}),)).average("test").probs
+    options = {"num_samples": len(stats.observations), "seed": member_seed(DRAW_SEED, task.seed)}
+    expected = stochbn.predict(network, tuned, input_batches(inputs), **options).probs
+    torch.testing.assert_close(found.float(), expected, rtol=5e-3, atol=2e-3)
 
 
 def test_what_is_drawn_is_not_drawn_again(study: Study, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -23,7 +23,7 @@ def test_the_ece_of_chance() -> None:
 
 def test_the_first_draws(study: Study, files: dict[Task, File], results: Results) -> None:
     labels = study.splits["test"].labels.numpy()
-    for key in ("real-tuned", "last-tuned"):
+    for key in ("real-tuned", "last-both"):
         members = [file.tensors["test"] for task, file in files.items() if task.method.key == key]
         kept = len(members[0])
         rows = results.first_draws[key]

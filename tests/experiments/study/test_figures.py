@@ -32,8 +32,8 @@ def test_corruptions_have_a_column_for_each_kind_and_a_colour_for_each_method(re
     for axes in figure.axes:
         assert len({line.get_color() for line in axes.lines}) == len(axes.lines) == 6
     line = figure.axes[1].lines[2]
-    assert line.get_label() == "Last layer, tuned"
-    ours, one = (results.methods[key].plain.corruptions["noise 3"]["nll"] for key in ("last-tuned", "plain"))
+    assert line.get_label() == "Last layer, tuned with T"
+    ours, one = (results.methods[key].plain.corruptions["noise 3"]["nll"] for key in ("last-both", "plain"))
     assert line.get_ydata()[2] == pytest.approx(ours - one)
     assert (figure.axes[0].lines[0].get_ydata() == 0).all(), "one network is what the others are compared with"
 
@@ -52,7 +52,7 @@ def test_tuning_has_a_curve_for_each_family(results: Results) -> None:
 def test_draws_are_beside_the_ensemble(results: Results) -> None:
     figure = figures.draw_draws(results)
     labels = [text.get_text() for text in figure.legends[0].get_texts()]
-    assert sorted(labels) == ["Deep Ensembles (3)", "Last layer, tuned", "Real mini-batches, conditioned, tuned"]
+    assert sorted(labels) == ["Deep Ensembles (3)", "Last layer, tuned with T", "Real mini-batches, conditioned, tuned"]
     for axes in figure.axes:
         assert len(axes.collections) == 2, "a band of ± for each"
         assert len(axes.get_xticklabels()) >= 2

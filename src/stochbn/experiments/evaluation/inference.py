@@ -60,6 +60,7 @@ class TrainedNetwork:
         if not drawing.tuned:
             return stats
         options: dict[str, Any] = {"dropout": drawing.dropout, "progress": self.progress}
+        options |= {"choose": "both"} if drawing.tempered else {}
         return tune(self.network, stats, self.splits["validation"], seed=self.seed, **options)
 
     def _fit_once(self, family: str, layers: str, dropout: bool) -> stochbn.Distribution:

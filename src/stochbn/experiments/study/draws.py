@@ -31,7 +31,7 @@ from stochbn.experiments.training.recipes import Experiment, Recipe
 
 FORMAT = 5  # of the draws in the cache and what they mean
 # Drawn for all networks, also on corrupted images; ensembles of these are scored too.
-MAIN = ("plain", "sbn", "tuned", "real-tuned", "last", "last-tuned", "dropout", "dropout+sbn")
+MAIN = ("plain", "sbn", "tuned", "real-tuned", "last", "last-tuned", "last-both", "dropout", "dropout+sbn")
 # Side issues, drawn for the first networks: what real mini-batches have that r(μ)r(σ) has not, and what both are for.
 SIDE = ("empirical", "channels-apart", "exact")
 # Whose best spread is found on the test data themselves, and the spreads that are tried beside the fitted one.
@@ -126,7 +126,9 @@ class Study:
         options: dict[str, Any] = {"num_samples": num_samples, "dropout": drawing.dropout, "compile": self.compiles}
         options |= {"seed": member_seed(DRAW_SEED, task.seed), "progress": self.console.is_terminal}
         network = self.trained(*task.network).network
-        return _to_log_probs(predict(network, stats, split, link="identity", keep_samples=True, **options))
+        temperature = stats.tuning.temperature if stats is not None and stats.tuning is not None else 1.0
+        found = predict(network, stats, split, link="identity", keep_samples=True, **options)
+        return _to_log_probs(found, temperature)
 
     def _to_job(self, task: Task) -> Job:
         identity = {
@@ -190,9 +192,9 @@ def take_apart(stats: stochbn.Empirical) -> stochbn.Empirical:
     return replace(stats, observations=stats.observations.gather(0, index))
 
 
-def _to_log_probs(prediction: stochbn.Prediction) -> Tensor:
+def _to_log_probs(prediction: stochbn.Prediction, temperature: float = 1.0) -> Tensor:
     assert prediction.samples is not None
-    return prediction.samples.log_softmax(2).half()
+    return (prediction.samples / temperature).log_softmax(2).half()
 
 
 def _num_bytes(stats: stochbn.Distribution) -> int:

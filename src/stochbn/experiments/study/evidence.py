@@ -113,7 +113,7 @@ def _is_compared(drawing: Drawing) -> bool:
     """Returns whether a method is meant to be exact inference with one network, or was tuned from one that is."""
     if drawing.family == "exact" or drawing.dropout or drawing.spread is not None:
         return False
-    return drawing.tuned or drawing.layers == "all"
+    return (drawing.tuned and not drawing.tempered) or drawing.layers == "all"
 
 
 def _find_distance(probs: Probs, against: Sequence[Probs], scored: Probs, labels: Tensor) -> Distance:

@@ -9,9 +9,12 @@ from stochbn.experiments.study.evidence import ece_by_chance, measure_distances,
 from stochbn.experiments.study.results import Quality, Results, Row
 from stochbn.experiments.study.scores import Draws, Entry, list_entries
 
-_BY_DRAWS = ("real-tuned", "last-tuned")  # whose first draws are scored
+_BY_DRAWS = ("real-tuned", "last-both")  # whose first draws are scored
 # Pairs whose differences are given with intervals.
 COMPARISONS = (
+    ("last-both", "ensemble"),
+    ("last-both", "plain+temperature"),
+    ("last-both", "last-tuned"),
     ("last-tuned", "ensemble"),
     ("last-tuned", "plain+temperature"),
     ("last-tuned", "real-tuned"),
@@ -57,15 +60,16 @@ def measure_study(study: Study, files: dict[Task, File]) -> Results:
 def _measure_entry(study: Study, entry: Entry) -> tuple[Row, tuple[Scored, Scored]]:
     """Scores a method as it is and with a temperature, which validation data choose for each network or ensemble."""
     validation = study.splits["validation"].labels
-    chosen = {unit: unit.choose_temperature(validation) for unit in {*entry.units, *entry.replicas}}
-    as_it_is = dict.fromkeys(chosen, 1.0)
+    as_it_is = dict.fromkeys({*entry.units, *entry.replicas}, 1.0)
+    has_one = entry.method.drawing.tempered  # in its draws, chosen with the spread
+    chosen = as_it_is if has_one else {unit: unit.choose_temperature(validation) for unit in as_it_is}
     plain, tempered = _average(entry, entry.method, as_it_is), _average(entry, entry.method.tempered(), chosen)
     row = Row(
         seeds=entry.seeds,
         std_over=entry.std_over,
         plain=_score(study, entry, plain, as_it_is),
         tempered=_score(study, entry, tempered, chosen),
-        temperatures=tuple(chosen[unit] for unit in entry.units),
+        temperatures=tuple(unit.tuned_temperature if has_one else chosen[unit] for unit in entry.units),
         choices=entry.choices,
         cost=entry.cost,
     )

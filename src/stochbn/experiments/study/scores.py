@@ -41,6 +41,12 @@ class Draws:
             count += len(each)
         return Output(probs / count, entropy / count if count > 1 else None)
 
+    @property
+    def tuned_temperature(self) -> float:
+        """That of a network which was tuned."""
+        temperature: float = self.files[0].header["tuning"]["temperature"]
+        return temperature
+
     def choose_temperature(self, labels: Tensor) -> float:
         """Returns the temperature with the lowest NLL on the validation draws; 1 if they have hardly a mistake."""
         if not can_choose(self.average("validation").probs, labels):
