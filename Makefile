@@ -1,5 +1,6 @@
 # make demo   set up, then the whole method on embedded data
 # make test   set up, then format, lint, types and tests
+# make ray    set up, then the tests that start a Ray cluster, in two minutes
 # make fuzz   set up, then damaged and hostile files for five minutes; SECONDS=60 for another time
 # make docs   set up, then the documentation as a site, site/index.html; a broken link fails
 # make bench  set up, then speed and memory against everything else, in half an hour on an idle machine
@@ -8,7 +9,7 @@
 PYTHON ?= python3
 BIN := .venv/bin
 
-.PHONY: test check fuzz format demo docs bench soak clean
+.PHONY: test ray check fuzz format demo docs bench soak clean
 
 .venv/ready: pyproject.toml constraints.txt
 	$(PYTHON) -m venv .venv
@@ -16,7 +17,10 @@ BIN := .venv/bin
 	touch $@
 
 test: check
-	$(BIN)/python -m pytest --numprocesses 2 --dist loadfile --no-loadscope-reorder --cov --cov-report=term
+	$(BIN)/python -m pytest -m "not ray" --numprocesses 2 --dist loadfile --no-loadscope-reorder --cov --cov-report=term
+
+ray: .venv/ready
+	$(BIN)/python -m pytest -m ray tests/cli
 
 # New files each time; a failure names its seed, which STOCHBN_FUZZ_SEED takes.
 SECONDS ?= 300

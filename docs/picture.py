@@ -7,13 +7,14 @@ import matplotlib.pyplot as plt
 from safetensors.numpy import load_file
 
 ROOT = Path(__file__).parent.parent
-# The study's name of each row of README's table, README's own, and a colour of Okabe and Ito's palette.
+# Each row of README's table: the study's method, as it is or with a temperature, README's name of it, and a colour of
+# Okabe and Ito's palette.
 ROWS = (
-    ("One network", "one network", "#777777"),
-    ("One network + temperature", "+ temperature", "#777777"),
-    ("SBN", "+ the paper's SBN", "#009e73"),
-    ("Last layer, tuned", "+ last layer (we recommend)", "#009e73"),
-    ("Deep Ensembles", "six networks", "#0072b2"),
+    ("plain", "plain", "one network", "#777777"),
+    ("plain", "tempered", "+ temperature", "#777777"),
+    ("sbn", "plain", "+ the paper's SBN", "#009e73"),
+    ("last-both", "plain", "+ last layer (we recommend)", "#009e73"),
+    ("ensemble", "plain", "six networks", "#0072b2"),
 )
 
 
@@ -32,8 +33,8 @@ def draw(out: Path = ROOT / "docs" / "picture.png") -> None:
             axes.imshow(shown[key][number, 0], cmap="gray")
             axes.set_axis_off()
     bars = figure.add_axes((0.655, 0.05, 0.335, 0.7))
-    for row, (name, label, colour) in enumerate(ROWS):
-        score = study["methods"][name]["scores"]["fpr95_entropy"]
+    for row, (key, quality, label, colour) in enumerate(ROWS):
+        score = study["methods"][key][quality]["scores"]["fpr95_entropy"]
         percent, std = 100 * score["value"], 100 * score["std"]
         bars.barh(row, percent, xerr=std, color=colour, height=0.62, error_kw={"ecolor": "#333333", "lw": 1})
         bars.text(percent + std + 0.2, row, f"{percent:.1f} %", va="center", fontsize=11)

@@ -232,16 +232,17 @@ def test_readme_numbers_are_those_of_the_study() -> None:
     rows = [[cell.strip() for cell in row.split("|")[2:-1]] for row in re.findall(r"^\|.*±.*\|$", text, re.MULTILINE)]
     columns = [("error_percent", 1, 2), ("nll", 1, 4), ("ece", 100, 2), ("auroc_entropy", 1, 3)]
     columns += [("fpr95_entropy", 100, 1)]
-    for cells, (name, *_) in zip(rows, picture.ROWS, strict=True):
-        scores = study["methods"][name]["scores"]
+    for cells, (method, quality, *_) in zip(rows, picture.ROWS, strict=True):
+        scores = study["methods"][method][quality]["scores"]
         expected = [
             f"{factor * scores[key]['value']:.{digits}f} ± {factor * scores[key]['std']:.{digits}f}"
             for key, factor, digits in columns
         ]
         assert cells == expected
-    against = study["comparisons"]["Last layer, tuned − Deep Ensembles"]
+    [against] = [one for one in study["differences"] if (one["first"], one["second"]) == ("last-both", "ensemble")]
     for name, key in (("NLL", "nll"), ("AUROC", "auroc_entropy"), ("Brier score", "brier")):
-        numbers = [f"{against[key][end]:+.4f}".replace("-", "−") for end in ("difference", "low", "high")]
+        found = against["scores"][key]
+        numbers = [f"{found[end]:+.4f}".replace("-", "−") for end in ("difference", "low", "high")]
         assert "{} {} ({} to {})".format(name, *numbers) in text
 
 
