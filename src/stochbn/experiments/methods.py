@@ -75,9 +75,9 @@ class Method:
 
 
 _SBN = Drawing("factorized")
-_REAL = Drawing("empirical", conditioned=True, exhaustive=True)
-_STAGE = replace(_REAL, layers="stage")
-_LAST = replace(_REAL, layers="last")
+_REAL = Drawing("empirical", conditioned=True)
+_STAGE = replace(_REAL, layers="stage", exhaustive=True)
+_LAST = replace(_REAL, layers="last", exhaustive=True)
 _DROPOUT_SBN = replace(_SBN, dropout=True)
 
 

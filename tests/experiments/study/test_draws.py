@@ -89,7 +89,7 @@ def test_what_is_drawn_is_what_the_library_predicts(study: Study, files: dict[Ta
 
 
 def test_all_draws_are_all_that_were_kept(study: Study, files: dict[Task, File]) -> None:
-    task = find(study, "real-tuned")
+    task = find(study, "last-tuned")
     stats, found = study.source(task), files[task].tensors
     kept = len(stats.observations)
     assert len(found["test"]) == len(found["validation"]) == kept > 6

@@ -35,10 +35,7 @@ MAIN = ("plain", "sbn", "tuned", "real-tuned", "last", "last-tuned", "last-both"
 # Side issues, drawn for the first networks: what real mini-batches have that r(μ)r(σ) has not, and what both are for.
 SIDE = ("empirical", "channels-apart", "exact")
 # Whose best spread is found on the test data themselves, and the spreads that are tried beside the fitted one.
-LIMITS: dict[str, tuple[float, ...]] = {
-    "sbn": (2**0.5, 2.0, 2**1.5),
-    "last": (2**-0.5, 2**0.5, 2.0),
-}
+LIMITS: dict[str, tuple[float, ...]] = {"last": (2**-0.5, 2**0.5, 2.0)}
 
 
 @dataclass(frozen=True)
