@@ -13,7 +13,7 @@ ROWS = (
     ("plain", "plain", "one network", "#777777"),
     ("plain", "tempered", "+ temperature", "#777777"),
     ("sbn", "plain", "+ the paper's SBN", "#009e73"),
-    ("last-both", "plain", "+ last layer (we recommend)", "#009e73"),
+    ("last-tuned", "plain", "+ last layer (we recommend)", "#009e73"),
     ("ensemble", "plain", "six networks", "#0072b2"),
 )
 

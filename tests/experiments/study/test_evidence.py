@@ -23,7 +23,7 @@ def test_the_ece_of_chance() -> None:
 
 def test_the_first_draws(study: Study, files: dict[Task, File], results: Results) -> None:
     labels = study.splits["test"].labels.numpy()
-    for key, counts in {"sbn": [4], "last-both": [4, 8]}.items():
+    for key, counts in {"sbn": [4], "last-tuned": [4, 8], "last-both": [4, 8]}.items():
         members = [file.tensors["test"] for task, file in files.items() if task.method.key == key]
         kept = len(members[0])
         rows = results.first_draws[key]

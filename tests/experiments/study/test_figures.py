@@ -52,8 +52,8 @@ def test_tuning_has_a_curve_for_each_family(results: Results) -> None:
 def test_draws_are_beside_the_ensemble(results: Results) -> None:
     figure = figures.draw_draws(results)
     labels = [text.get_text() for text in figure.legends[0].get_texts()]
-    assert sorted(labels) == ["Deep Ensembles (3)", "Last layer, tuned with T", "SBN"]
+    assert sorted(labels) == ["Deep Ensembles (3)", "Last layer, tuned", "Last layer, tuned with T", "SBN"]
     for axes in figure.axes:
-        assert len(axes.collections) == 2, "a band of ± for each"
+        assert len(axes.collections) == 3, "a band of ± for each"
         assert len(axes.get_xticklabels()) >= 2
     assert "draws" not in figures.draw_figures(replace(results, first_draws={}))

@@ -9,7 +9,7 @@ from stochbn.experiments.study.evidence import ece_by_chance, measure_distances,
 from stochbn.experiments.study.results import Quality, Results, Row
 from stochbn.experiments.study.scores import Draws, Entry, list_entries
 
-_BY_DRAWS = ("sbn", "last-both")  # whose first draws are scored
+_BY_DRAWS = ("sbn", "last-tuned", "last-both")  # whose first draws are scored
 # Pairs whose differences are given with intervals.
 COMPARISONS = (
     ("last-both", "ensemble"),
