@@ -32,8 +32,8 @@ def test_corruptions_have_a_column_for_each_kind_and_a_colour_for_each_method(re
     for axes in figure.axes:
         assert len({line.get_color() for line in axes.lines}) == len(axes.lines) == 6
     line = figure.axes[1].lines[2]
-    assert line.get_label() == "Last layer, tuned with T"
-    ours, one = (results.methods[key].plain.corruptions["noise 3"]["nll"] for key in ("last-both", "plain"))
+    assert line.get_label() == "Last layer, tuned"
+    ours, one = (results.methods[key].plain.corruptions["noise 3"]["nll"] for key in ("last-tuned", "plain"))
     assert line.get_ydata()[2] == pytest.approx(ours - one)
     assert (figure.axes[0].lines[0].get_ydata() == 0).all(), "one network is what the others are compared with"
 

@@ -17,7 +17,7 @@ from stochbn.experiments.study.results import Results
 from stochbn.pages.figures import FULL, INK, STYLE, add_legend
 
 # Whose curves are drawn against the strength of corruption: each has a colour of its own.
-_CURVES = ("plain", "tuned", "last-both", "dropout", "ensemble", "ensemble+last")
+_CURVES = ("plain", "tuned", "last-tuned", "dropout", "ensemble", "ensemble+last")
 _MARKERS = "os^D"  # of families that share a colour
 _PANELS = (
     ("nll", "NLL, nats", 1, "← better"),
