@@ -190,7 +190,7 @@ def test_export_says_what_it_cannot_capture(run):
     ("command", "options", "message"),
     [
         ("fit", {"batch_size": None}, "Expected --batch-size, the mini-batch size of training"),
-        ("fit", {"layers": "layer4.*"}, r"Expected layers= to name BatchNorm layers, got \['layer4.\*'\]"),
+        ("fit", {"layers": "layer4.*"}, r"Expected --layers to name BatchNorm layers, got \['layer4.\*'\]"),
         ("fit", {"batch_size": 1}, "Invalid value for '--batch-size'"),
         ("fit", {"standard_error": 0}, "Expected a standard_error above 0, got 0.0"),
         ("fit", {"family": "cauchy"}, "Expected family to be one of .*, got 'cauchy'"),

@@ -255,7 +255,7 @@ def test_json_is_all_that_stdout_has(run, own):
         ),
         ({"samples": 0}, "Expected a whole number of at least 1, or auto, got '0'"),
         ({"samples": "auto"}, "got a plain network"),
-        ({"samples": "auto", "dropout": True, "compile": True}, "Expected compile=True with a fixed num_samples"),
+        ({"samples": "auto", "dropout": True, "compile": True}, "Expected --compile with a fixed num_samples"),
         ({"samples": "auto", "dropout": True, "tolerance": 0}, "Expected a tolerance above 0, got 0.0"),
         ({"classes": "missing.txt"}, "Expected a file with the name of a class in each line, got no file missing.txt"),
         ({"classes": "two.txt"}, "Expected names of 3 classes, as many as the network has outputs, got 2"),

@@ -60,10 +60,10 @@ def spell(text: str) -> str:
     """Writes arguments of the library as this command's options.
 
     Examples:
-        >>> spell("Pass link='sigmoid' for labels, or another batch_size=.")
-        'Pass --link sigmoid for labels, or another --batch-size.'
+        >>> spell("Pass link='sigmoid' for labels, another batch_size=, or compile=True.")
+        'Pass --link sigmoid for labels, another --batch-size, or --compile.'
     """
-    return SPELLED.sub(lambda found: f"--{found[1].replace('_', '-')} {found[3]}".rstrip(), text)
+    return SPELLED.sub(lambda found: f"--{found[1].replace('_', '-')} {found[3].replace('True', '')}".rstrip(), text)
 
 
 def explain(error: Exception) -> str:
