@@ -27,7 +27,6 @@ from stochbn.assessment.measure import MAX_PLACES, Picture
 from stochbn.assessment.results import Assessment
 from stochbn.assessment.scores import METRICS, Estimate
 from stochbn.distributions.base import Distribution
-from stochbn.inference.choosing import FEWEST_MISTAKES
 
 GREY, BLUE, GREEN = "#777777", "#0072b2", "#009e73"
 NUM_LAYERS = 10  # in the table of drift, those that drift most
@@ -99,7 +98,6 @@ def render_assessment(found: Assessment) -> str:
         galleries=lay_out_pictures(found),
         metrics=[METRICS[key] for key in METRICS if any(key in one.scores for one in found.methods.values())],
         max_places=MAX_PLACES,
-        few_mistakes=found.num_mistakes is not None and found.num_mistakes < FEWEST_MISTAKES,
         inf=math.inf,
         chosen_file=CHOSEN if isinstance(found.source, Distribution) else None,
         is_placed=next(iter(found.predictions["test"].values())).mean.dim() > 2,

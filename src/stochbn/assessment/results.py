@@ -14,6 +14,7 @@ from stochbn.assessment.scores import METRICS, Estimate
 from stochbn.decisions import AbstainRule
 from stochbn.distributions.base import Distribution
 from stochbn.distributions.tuning import Tuning
+from stochbn.inference.choosing import FEWEST_MISTAKES
 from stochbn.inference.prediction import Link, Prediction
 
 
@@ -81,6 +82,11 @@ class Assessment:
     pictures: Mapping[str, tuple[list[Picture], list[Picture]]] = field(default_factory=dict, repr=False)
     num_mistakes: int | None = None
     source: Distribution | Tuning | None = field(default=None, repr=False)
+
+    @property
+    def has_few_mistakes(self) -> bool:
+        """Whether validation data hold too few mistakes to choose a method by."""
+        return self.num_mistakes is not None and self.num_mistakes < FEWEST_MISTAKES
 
     def to_dict(self) -> dict[str, Any]:
         """Returns the numbers, as `assessment.json` has them."""

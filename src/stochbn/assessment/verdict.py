@@ -61,7 +61,7 @@ def _say_quality(found: Assessment, chosen: Method) -> str:
 def _say_gain(found: Assessment, chosen: Method) -> str:
     """Says what the chosen method adds to the plain network."""
     if found.chosen == "plain":
-        if found.num_mistakes is not None and found.num_mistakes < FEWEST_MISTAKES:
+        if found.has_few_mistakes:
             return (
                 f"The plain network stands: it makes {found.num_mistakes} mistakes on the validation data, and fewer "
                 f"than {FEWEST_MISTAKES} can choose nothing but by chance."
