@@ -17,6 +17,7 @@ from typing import Any
 import torch
 from rich.console import Console
 from rich.table import Table
+from sklearn.metrics import roc_auc_score  # type: ignore[import-untyped]
 from torch import Tensor, nn
 from torch.nn.functional import cross_entropy
 
@@ -68,6 +69,7 @@ def main() -> None:
         "temperature",
         "nll",
         "epistemic",
+        "auroc",
         "collapsed",
         "says",
         "worse",
@@ -145,6 +147,7 @@ def measure(subject: Subject) -> Iterator[dict[str, Any]]:
             found.append(-right.clamp_min(1e-38).log().double())
         return found
 
+    is_unknown = torch.arange(len(subject.others[0]) + len(subject.unknown)) >= len(subject.others[0])
     plain = stochbn.tune(model, None, held_out, progress=False)
     reference = losses(plain)
     for family, options in FAMILIES.items():
@@ -154,8 +157,9 @@ def measure(subject: Subject) -> Iterator[dict[str, Any]]:
         scale = stochbn.predict(model, fitted, subject.unknown).epistemic.mean()
         for rule, stats in {"plain": plain, **found}.items():
             chosen = plain if rule == "plain" else stats.tuning or stochbn.Tuning()
-            epistemic = stochbn.predict(model, stats, subject.unknown).epistemic.mean()
-            own = losses(stats)
+            unknown = stochbn.predict(model, stats, subject.unknown)
+            known = stochbn.predict(model, stats, subject.others[0])
+            epistemic, own = unknown.epistemic.mean(), losses(stats)
             [difference, error], seen = (compare(a, b) for a, b in zip(own, reference, strict=True))
             said = " ".join(chosen.verdict)
             yield {
@@ -169,6 +173,7 @@ def measure(subject: Subject) -> Iterator[dict[str, Any]]:
                 "worse": difference > error,  # than the plain network at its temperature
                 "worse_where_tuned": seen[0] > seen[1],
                 "epistemic": float(epistemic),
+                "auroc": float(roc_auc_score(is_unknown, torch.cat([known.entropy, unknown.entropy]))),
                 "collapsed": rule != "plain" and bool(epistemic < COLLAPSED * scale),
                 "says": [word for word, part in SAID.items() if part in said],
                 "verdict": chosen.verdict,
@@ -206,6 +211,7 @@ def summarise(rows: list[dict[str, Any]]) -> dict[str, dict[str, float]]:
             "fits": len(own),
             "nll": sum(row["nll"] for row in own) / len(own),
             "epistemic": sum(row["epistemic"] for row in own) / len(own),
+            "auroc": sum(row["auroc"] for row in own) / len(own),
             "collapsed": sum(row["collapsed"] for row in own),
             "collapsed_in_silence": sum(row["collapsed"] and "narrower" not in row["says"] for row in own),
             "worse_than_plain": sum(row["worse"] for row in own),

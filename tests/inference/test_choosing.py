@@ -30,6 +30,22 @@ def test_paired_differences_against_numpy() -> None:
     assert compare(one[:1], other[:1])[1] == math.inf
 
 
+def test_the_draws_own_noise_by_the_jackknife() -> None:
+    """Means of independent parts, each left out once: the standard error of a mean, as NumPy has it."""
+    one, other = table(1.0, 1.5)
+    parts = np.random.default_rng(0).normal(size=4)
+    without = torch.tensor([np.delete(parts, part).mean() for part in range(4)])
+    difference, error = compare(one, other, without)
+    assert (difference, error) == pytest.approx(
+        (-0.5, math.hypot(compare(one, other)[1], parts.std(ddof=1) / np.sqrt(4)))
+    )
+    rows, means = table(1.0, 0.5, noise=0.01), torch.zeros(2, 4)
+    assert choose_nearest(rows, distances=[0, 1], without=means) == 1
+    means[1] = without  # better, but by what a few draws may do
+    assert choose_nearest(rows, distances=[0, 1], without=means) == (0 if error > 0.5 else 1)
+    assert choose_nearest(rows, distances=[0, 1], without=10 * means) == 0
+
+
 @pytest.mark.parametrize(
     ("means", "chosen"),
     [
@@ -58,7 +74,12 @@ def test_one_input_chooses_nothing() -> None:
 
 def choice(values: Tensor, is_free: bool = True) -> Choice:
     """Rows for the plain network and spreads 0.5, 1 and 2; columns for temperatures 0.5, 1 and 2."""
-    return Choice(Losses((None, 0.5, 1.0, 2.0), (0.5, 1.0, 2.0), values, 3, 50), 1, is_free, False)
+    return Choice(losses_of((None, 0.5, 1.0, 2.0), values), 1, is_free, False)
+
+
+def losses_of(spreads: tuple[float | None, ...], values: Tensor, num_mistakes: int = 50) -> Losses:
+    """Losses at temperatures 0.5, 1 and 2, to which four parts of the draws make no difference."""
+    return Losses(spreads, (0.5, 1.0, 2.0), values, values.mean(2, keepdim=True).expand(-1, -1, 4), 3, num_mistakes)
 
 
 def test_no_spread_is_to_blame_for_the_temperature() -> None:
@@ -67,10 +88,8 @@ def test_no_spread_is_to_blame_for_the_temperature() -> None:
     values = torch.stack([table(*row, noise=0.1) for row in means])
     rows, distances = [1, 2, 3], [1.0, 0.0, 1.0]
     free, fixed = choice(values), choice(values, is_free=False)
-    assert free.choose_row(rows, distances) == 2
-    assert free.choose_level(2) == 0
-    assert fixed.choose_row(rows, distances) == 1
-    assert fixed.choose_level(1) == 1
+    assert free.choose(rows, distances) == (2, 0)
+    assert fixed.choose(rows, distances) == (1, 1)
     assert "Draws are narrower than fitted, for an NLL lower by 0.4" in fixed.verdict(1, 1, fixed.scores())[-1]
     assert free.reference == (2, 1)
     [score] = [one for one in free.scores() if (one.spread, one.temperature) == (1.0, 0.5)]
@@ -79,9 +98,17 @@ def test_no_spread_is_to_blame_for_the_temperature() -> None:
     assert score.standard_error == pytest.approx(gaps.std(ddof=1) / 10)
 
 
+def test_a_temperature_does_not_narrow_the_draws() -> None:
+    """An overconfident network: the narrow spread is a little better, and the fitted one as good but for chance."""
+    means = 0.9, 0.9, 0.6, 0.9, 0.7, 0.5, 0.9, 0.7, 0.505, 1.0, 0.6, 0.7
+    found = choice(table(*means, noise=0.1).unflatten(0, (4, 3)))
+    assert found.best_row([1, 2, 3]) == 1
+    assert found.choose([1, 2, 3], [1.0, 0.0, 1.0]) == (2, 2)
+
+
 def test_verdicts() -> None:
     flat = choice(torch.stack([table(1.0, 1.0, 1.0) for _ in range(4)]))
-    assert flat.choose_row([1, 2, 3], [1.0, 0.0, 1.0]) == 2
+    assert flat.choose([1, 2, 3], [1.0, 0.0, 1.0]) == (2, 1)
     said = flat.verdict(2, 1, flat.scores())
     assert (
         said[-1]
@@ -101,6 +128,6 @@ def test_verdicts() -> None:
 @pytest.mark.parametrize("num_mistakes", [0, 9, 10])
 def test_ten_mistakes_decide(num_mistakes: int) -> None:
     values = torch.ones(1, 3, 50)
-    losses = Losses((None,), (0.5, 1.0, 2.0), values, 3, num_mistakes)
+    losses = losses_of((None,), values, num_mistakes)
     assert Choice(losses, 1, True, False).is_decisive == (num_mistakes == 10)
     assert Choice(losses, None, True, False).is_decisive  # a noise level, which needs none

@@ -239,13 +239,13 @@ def test_ends_are_told(model: nn.Module, stats: stochbn.Distribution, batches: l
     with pytest.warns(UserWarning, match="lowest at temperature 0.25, the smallest tried.*training has not seen them"):
         stochbn.tune(model, None, right, progress=False)
     with pytest.warns(UserWarning, match="lowest at 0.125, the smallest spread tried.*untuned"):
-        narrow = stochbn.tune(model, stats, right, choose="spread", progress=False)
+        narrow = stochbn.tune(model, stats, right, choose="spread", num_samples=64, progress=False)
     assert narrow.tuning.spread == 2**-3
     assert "Draws are narrower than fitted, for an NLL lower by" in str(narrow.tuning)
     hot = nn.Sequential(model, Times(5.0))
     wrong, wide = [(x, model(x).argmin(1)) for x, _ in data], stochbn.fit(hot, batches, progress=False)
     with pytest.warns(UserWarning, match="lowest at 16, the largest spread tried"):
-        stochbn.tune(hot, wide, wrong, choose="spread", progress=False)
+        stochbn.tune(hot, wide, wrong, choose="spread", num_samples=64, progress=False)
 
 
 def test_what_is_not_finite(model: nn.Module, stats: stochbn.Distribution, x: Tensor) -> None:

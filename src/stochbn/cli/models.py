@@ -114,7 +114,12 @@ def tune(
     num_groups: Annotated[
         int, typer.Option(metavar="N", min=1, help="Groups of layers with a spread of their own.")
     ] = 1,
-    samples: Annotated[int, typer.Option(metavar="N", min=2, help="Networks drawn for each spread that is tried.")] = 8,
+    samples: Annotated[
+        int | None,
+        typer.Option(
+            metavar="N", min=2, help="Networks drawn for each spread that is tried; 8, or 64 of the last layer alone."
+        ),
+    ] = None,
     batch_size: InputsAtOnce = 128,
     dropout: Dropout = False,
     device: Device = "cpu",

@@ -1,8 +1,12 @@
 """Losses of single inputs → which spread and temperature to take, their scores, and a verdict in words.
 
 One rule for both. What was fitted stands, unless another choice is better by more than one standard error of their
-paired difference; then the nearest to it is taken that is within one standard error of the best. The NLL of held-out
-data cannot see what narrower draws cost on out-of-domain inputs, so noise must not decide against them.
+paired difference; then the nearest to it is taken that is within one standard error of the best. The spread comes first
+and the temperature after it, since the NLL of held-out data cannot see what narrower draws cost on out-of-domain
+inputs: neither noise nor a temperature that would do as well at the fitted spread must decide against them.
+
+Two things make a difference uncertain, the inputs and the draws. Inputs differ in their losses. All inputs share the
+draws, so what these add is seen by leaving out a part of them after the other, the jackknife.
 
 A mean of losses is as uncertain as the number of mistakes in it: right answers all ask for more confidence, a little
 each, and the few wrong ones for less. Where there are hardly any, the standard error is too small itself, since the
@@ -14,6 +18,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 
+import torch
 from torch import Tensor
 
 from stochbn.distributions.tuning import Score, Spread
@@ -22,23 +27,38 @@ from stochbn.inference.held_out import Losses
 FEWEST_MISTAKES = 10  # to choose by: their number is then known to a third, 1 / √10
 
 
-def compare(losses: Tensor, reference: Tensor) -> tuple[float, float]:
+def compare(losses: Tensor, reference: Tensor, without: Tensor | None = None) -> tuple[float, float]:
     """Returns the mean of (N,) paired differences, and its standard error.
+
+    Args:
+        losses: (N,), one of each input.
+        reference: (N,), of the same inputs.
+        without: (P,), what the mean would be without one of P parts of the draws; None where there are no draws, or
+            where their noise does not count.
 
     Examples:
         >>> import torch
-        >>> difference, error = compare(torch.tensor([1.0, 3.0]), torch.tensor([1.0, 1.0]))
-        >>> difference, round(error, 6)
+        >>> losses, reference = torch.tensor([1.0, 3.0]), torch.tensor([1.0, 1.0])
+        >>> compare(losses, reference)
         (1.0, 1.0)
+        >>> difference, error = compare(losses, reference, torch.tensor([0.0, 2.0]))
+        >>> difference, round(error**2, 6)
+        (1.0, 2.0)
     """
     differences = losses - reference
     count = len(differences)
-    error = float(differences.std()) / math.sqrt(count) if count > 1 else math.inf
-    return float(differences.mean()), error
+    if count < 2:
+        return float(differences.mean()), math.inf
+    variance = float(differences.var()) / count
+    if without is not None:
+        variance += (len(without) - 1) * float(without.var(correction=0))
+    return float(differences.mean()), math.sqrt(variance)
 
 
-def choose_nearest(losses: Tensor, distances: Sequence[float]) -> int:
+def choose_nearest(losses: Tensor, distances: Sequence[float], without: Tensor | None = None) -> int:
     """Returns the row of (R, N) that is nearest to what was fitted, of those within one standard error of the best.
+
+    Means without each part of the draws, (R, P), make the standard errors those of the draws too.
 
     Examples:
         >>> import torch
@@ -50,7 +70,8 @@ def choose_nearest(losses: Tensor, distances: Sequence[float]) -> int:
     best = min(range(len(means)), key=means.__getitem__)
 
     def is_near(row: int) -> bool:
-        difference, error = compare(losses[row], losses[best])
+        noise = None if without is None else without[row] - without[best]
+        difference, error = compare(losses[row], losses[best], noise)
         return difference <= error
 
     near = [row for row in range(len(means)) if row == best or is_near(row)]
@@ -74,29 +95,35 @@ class Choice:
     dropout: bool
 
     def best_level(self, row: int) -> int:
-        return int(self.losses.values[row].mean(1).argmin())
+        """Returns at which of the levels that a row may have its NLL is lowest."""
+        levels = self._levels(row)
+        return levels[int(self.losses.values[row, list(levels)].mean(1).argmin())]
 
-    def choose_level(self, row: int) -> int:
-        """Returns which temperature, or noise level, a spread is to have."""
-        if self.unit is None:
-            return self.best_level(row)
-        if row and not self.is_free:
-            return self.unit
-        return choose_nearest(self.losses.values[row], [abs(math.log(level)) for level in self.losses.levels])
-
-    def choose_row(self, rows: Sequence[int], distances: Sequence[float]) -> int:
-        """Returns which of some rows to take, each at its own best level: no spread is to blame for the temperature."""
-        return rows[choose_nearest(self._stack(rows), distances)]
+    def _levels(self, row: int) -> Sequence[int]:
+        if row and self.unit is not None and not self.is_free:
+            return [self.unit]
+        return range(len(self.losses.levels))
 
     def best_row(self, rows: Sequence[int]) -> int:
-        """Returns which of some rows has the lowest NLL."""
-        return rows[int(self._stack(rows).mean(1).argmin())]
+        """Returns which of some rows has the lowest NLL, each at its best level."""
+        return min(rows, key=lambda row: float(self.losses.values[row, self.best_level(row)].mean()))
 
-    def _stack(self, rows: Sequence[int]) -> Tensor:
-        return self.losses.values[list(rows), [self._level_to_compare(row) for row in rows]]
+    def choose(self, rows: Sequence[int], distances: Sequence[float]) -> tuple[int, int]:
+        """Returns which of some rows to take, and at which level: the nearest row, and there the level nearest to 1.
 
-    def _level_to_compare(self, row: int) -> int:
-        return self.best_level(row) if self.unit is None or self.is_free else self.unit
+        All pairs are compared at once, so no spread is to blame for what a temperature would mend.
+        """
+        found = {}
+        for row, distance in zip(rows, distances, strict=True):
+            for level in [self.best_level(row)] if self.unit is None else self._levels(row):
+                found[row, level] = round(distance, 9), round(abs(math.log(self.losses.levels[level])), 9)
+        ranks = sorted(set(found.values()))
+        chosen = choose_nearest(
+            torch.stack([self.losses.values[pair] for pair in found]),
+            [ranks.index(farness) for farness in found.values()],
+            torch.stack([self.losses.without[pair] for pair in found]),
+        )
+        return list(found)[chosen]
 
     @property
     def _count(self) -> str:
@@ -126,7 +153,8 @@ class Choice:
 
     def compare(self, one: tuple[int, int], other: tuple[int, int]) -> tuple[float, float]:
         """Compares two ways to predict, each a row and a level."""
-        return compare(self.losses.values[one], self.losses.values[other])
+        values, without = self.losses.values, self.losses.without
+        return compare(values[one], values[other], without[one] - without[other])
 
     def describe(self, row: int, level: int) -> str:
         spread = self.losses.spreads[row]
@@ -182,7 +210,7 @@ class Choice:
             return ["No temperature is better than 1 by more than one standard error."] if is_same else []
         if isinstance(spread, float) and spread != 1.0:
             fitted = self.reference[0]
-            gap, error = compare(*self._stack([row, fitted]))
+            gap, error = self.compare((row, level), (fitted, self.best_level(fitted)))
             kind, cost = "wider", ""
             if spread < 1:
                 kind, cost = (

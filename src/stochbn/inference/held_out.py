@@ -3,11 +3,13 @@
 import math
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
+from functools import reduce
 from operator import length_hint
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor, nn
+from torch.nn.functional import one_hot
 
 from stochbn.distributions.base import Distribution
 from stochbn.distributions.draws import join_draws
@@ -26,6 +28,9 @@ from stochbn.statistics.restoring import KeepingModes
 from stochbn.uncertainty import class_indices
 
 NO_ANSWER = 1e6  # nats, the loss in regression where a spread so wide that it overflows gives no number
+NUM_PARTS = 4  # of the draws, at most: each is left out once, to see what difference the draws themselves make
+
+T = TypeVar("T")
 
 _TARGET = "Pass target=, for example target=lambda batch: batch['labels']."
 
@@ -38,6 +43,7 @@ class Losses:
         spreads: R of them; None for the network without draws of statistics, which is the first.
         levels: L temperatures, or noise levels in regression.
         values: (R, L, N) in float64 on the CPU.
+        without: (R, L, P), the mean over inputs if one of P parts of the draws is left out: how much the draws matter.
         num_labels: How many different labels there are, counted up to two.
         num_mistakes: How many inputs the network without draws gets wrong, in any of their labels; 0 in regression.
     """
@@ -45,6 +51,7 @@ class Losses:
     spreads: tuple[Spread | None, ...]
     levels: tuple[float, ...]
     values: Tensor
+    without: Tensor
     num_labels: int
     num_mistakes: int
 
@@ -82,6 +89,7 @@ class HeldOut:
         plain = self._networks(())
         drawn = self._networks(spreads) if spreads else []
         parts: list[Tensor] = []
+        sums: list[Tensor] = []  # of each batch, (1, R, L, P)
         known = torch.empty(0, device="cpu")
         num_mistakes = 0
 
@@ -89,14 +97,16 @@ class HeldOut:
             nonlocal known, num_mistakes
             rows = [self._losses(plain, None, item, labels, levels)]
             rows += [self._losses(drawn, row, item, labels, levels) for row in range(len(spreads))]
-            parts.append(torch.stack(rows).cpu())
+            parts.append(torch.stack([values for values, _ in rows]).cpu())
+            sums.append(torch.stack([without.sum(2).T for _, without in rows])[None].cpu())
             known = torch.cat([known, labels.flatten().cpu()]).unique()[:2]
             num_mistakes += self._count_mistakes(plain, item, labels)
 
         self._visit(add, title)
         values, known = self._gather(parts, 2), self._gather([known]).unique()[:2]
         num_mistakes = sum(peers_of(self.loader).gather(num_mistakes))
-        return Losses((None, *spreads), tuple(levels), values, len(known), num_mistakes)
+        without = self._gather(sums).sum(0) / values.shape[2]
+        return Losses((None, *spreads), tuple(levels), values, without, len(known), num_mistakes)
 
     def root_mean_square(self) -> float:
         """Returns the error of the network without draws in regression, over all inputs and outputs."""
@@ -104,7 +114,7 @@ class HeldOut:
 
         def add(item: Any, labels: Tensor) -> None:
             moments, labels = self._moments(plain, None, item, labels)
-            squares.append((labels - moments.mean).square().flatten().cpu())
+            squares.append((labels - reduce(Moments.merge, moments).mean).square().flatten().cpu())
 
         self._visit(add, "tune, error")
         return float(self._gather(squares).mean().sqrt())
@@ -133,6 +143,11 @@ class HeldOut:
                 add(item, labels.to(device_of(self.models[0])))
                 bar.update()
 
+    @property
+    def num_parts(self) -> int:
+        """How many parts the draws are in."""
+        return int(deal_parts(self.num_samples).max()) + 1
+
     def _networks(self, spreads: Sequence[Spread]) -> list[Network]:
         return [self._network(number, spreads) for number in range(len(self.models))]
 
@@ -155,13 +170,13 @@ class HeldOut:
             num_batches=(length(self.loader) or 0) * max(1, len(spreads)) or None,
         )
 
-    def _run(self, networks: Sequence[Network], row: int | None, item: Any) -> Iterator[tuple[Tensor, float]]:
-        """Yields outputs (s, N, …) of all members for one spread, with the weight of each draw."""
+    def _run(self, networks: Sequence[Network], row: int | None, item: Any) -> Iterator[tuple[Tensor, Tensor, float]]:
+        """Yields outputs (s, N, …) of all members for one spread, the part that each draw is in, and its weight."""
         for network in networks:
             count = network.num_draws if row is None else self.num_samples
-            start = 0 if row is None else row * count
+            start, parts = 0 if row is None else row * count, deal_parts(count)
             for outputs in network.run(item, None, start, start + count):
-                outputs = widen(outputs)
+                outputs, own, parts = widen(outputs), parts[: len(outputs)], parts[len(outputs) :]
                 if self.link == "softmax":
                     check_logits(outputs)
                 if row is None and not outputs.isfinite().all():
@@ -169,28 +184,55 @@ class HeldOut:
                         "Expected finite outputs, got NaN or Inf from the network itself. Check the held-out data, and "
                         "the model's own output on them."
                     )
-                yield outputs, 1 / (len(networks) * count)
+                yield outputs, own.to(outputs.device), 1 / (len(networks) * count)
 
     def _losses(
         self, networks: Sequence[Network], row: int | None, item: Any, labels: Tensor, levels: Sequence[float]
-    ) -> Tensor:
-        """Returns −log p(y | x) of the mean over draws, (L, N): the sum over labels, the mean over places."""
+    ) -> tuple[Tensor, Tensor]:
+        """Returns −log p(y | x) of the mean over draws, (L, N), and of the mean without each part of them, (P, L, N).
+
+        An input's loss is the sum over its labels, and the mean over its places.
+        """
         if self.link == "identity":
             moments, labels = self._moments(networks, row, item, labels)
             noise = torch.tensor(levels, dtype=torch.float64).to(labels).view(-1, *[1] * labels.dim())
-            variance = moments.deviation / moments.weight + noise.square()  # (L, N, …)
-            losses = ((2 * math.pi * variance).log() + (labels - moments.mean).square() / variance) / 2
-            losses = losses.nan_to_num(NO_ANSWER, NO_ANSWER)
-        else:
-            probs: Any = 0.0  # of the labels, (L, N, …)
-            for outputs, weight in self._run(networks, row, item):
-                outputs = outputs.nan_to_num(0.0, 0.0, 0.0)  # overflow of a spread too wide: as good as no answer
-                each = torch.stack([_label_probs(outputs / level, labels, self.link).sum(0) for level in levels])
-                probs = probs + weight * each
-            losses = -probs.clamp_min(torch.finfo(probs.dtype).tiny).log().double()
-        if self.link != "softmax" and losses.dim() > 2:
-            losses = losses.sum(2)
-        return losses.flatten(2).mean(2) if losses.dim() > 2 else losses
+
+            def gaussian(chosen: list[Moments]) -> Tensor:
+                merged = reduce(Moments.merge, chosen)
+                variance = merged.deviation / merged.weight + noise.square()  # (L, N, …)
+                losses = ((2 * math.pi * variance).log() + (labels - merged.mean).square() / variance) / 2
+                return losses.nan_to_num(NO_ANSWER, NO_ANSWER)
+
+            return self._leave_out(moments, gaussian)
+        probs: Any = 0.0  # of the labels, (P, L, N, …), added up in each part
+        weights: Any = 0.0  # of the parts, (P,)
+        for outputs, parts, weight in self._run(networks, row, item):
+            outputs = outputs.nan_to_num(0.0, 0.0, 0.0)  # overflow of a spread too wide: as good as no answer
+            shares = weight * one_hot(parts, self.num_parts).T.to(outputs)
+            each = [torch.tensordot(shares, _label_probs(outputs / level, labels, self.link), 1) for level in levels]
+            probs, weights = probs + torch.stack(each, 1), weights + shares.sum(1)
+
+        def cross_entropy(chosen: list[tuple[Tensor, Tensor]]) -> Tensor:
+            totals, weights = zip(*chosen, strict=True)
+            mean = torch.stack(totals).sum(0) / torch.stack(weights).sum()
+            return -mean.clamp_min(torch.finfo(mean.dtype).tiny).log().double()
+
+        found = [(total, weight) for total, weight in zip(probs, weights, strict=True) if weight > 0]
+        return self._leave_out(found, cross_entropy)
+
+    def _leave_out(self, parts: list[T], loss: Callable[[list[T]], Tensor]) -> tuple[Tensor, Tensor]:
+        """Returns the loss (L, N) of all parts of the draws, and (P, L, N) without each; the same if there are none."""
+
+        def of_inputs(chosen: list[T]) -> Tensor:
+            losses = loss(chosen)
+            if self.link != "softmax" and losses.dim() > 2:
+                losses = losses.sum(2)
+            return losses.flatten(2).mean(2) if losses.dim() > 2 else losses
+
+        whole = of_inputs(parts)
+        if len(parts) == 1:
+            return whole, whole.expand(self.num_parts, *whole.shape)
+        return whole, torch.stack([of_inputs(parts[:i] + parts[i + 1 :]) for i in range(len(parts))])
 
     def _count_mistakes(self, plain: Sequence[Network], item: Any, labels: Tensor) -> int:
         """Counts inputs of which some label is not the likeliest."""
@@ -198,7 +240,7 @@ class HeldOut:
             return 0
         is_softmax = self.link == "softmax"
         probs: Any = 0.0  # (N, K, *)
-        for outputs, weight in self._run(plain, None, item):
+        for outputs, _, weight in self._run(plain, None, item):
             probs = probs + weight * (outputs.softmax(2) if is_softmax else outputs.sigmoid()).sum(0)
         if is_softmax:
             wrong = probs.argmax(1) != labels  # (N, *)
@@ -208,17 +250,29 @@ class HeldOut:
 
     def _moments(
         self, networks: Sequence[Network], row: int | None, item: Any, labels: Tensor
-    ) -> tuple[Moments, Tensor]:
-        """Returns mean and variance of the draws, (N, …) in float64, and labels of the same shape."""
-        found: Moments | None = None
-        for outputs, weight in self._run(networks, row, item):
-            new = Moments.of(outputs.double()).scale(weight)
-            found = found.merge(new) if found else new
-        assert found is not None
-        labels = like_outputs(labels, found.mean, self.link).double()
+    ) -> tuple[list[Moments], Tensor]:
+        """Returns mean and variance of each part of the draws, (N, …) in float64, and labels of the same shape."""
+        found: dict[int, Moments] = {}
+        for outputs, parts, weight in self._run(networks, row, item):
+            for part in parts.unique().tolist():
+                new = Moments.of(outputs[parts == part].double()).scale(weight)
+                found[part] = found[part].merge(new) if part in found else new
+        moments = list(found.values())
+        labels = like_outputs(labels, moments[0].mean, self.link).double()
         if not labels.isfinite().all():
             raise ValueError("Expected finite labels, got NaN or Inf. Leave those inputs out.")
-        return found, labels
+        return moments, labels
+
+
+def deal_parts(count: int) -> Tensor:
+    """Returns the part that each of some draws is in; antithetic draws, which come in pairs, stay together.
+
+    Examples:
+        >>> deal_parts(10).tolist(), deal_parts(3).tolist(), deal_parts(1).tolist()
+        ([0, 0, 1, 1, 2, 2, 3, 3, 0, 0], [0, 1, 2], [0])
+    """
+    size = 2 if count >= 4 else 1
+    return torch.arange(count, device="cpu") // size % NUM_PARTS
 
 
 def _second(item: Any) -> Any:

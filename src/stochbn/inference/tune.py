@@ -24,6 +24,7 @@ from stochbn.inference.predict import check_options
 from stochbn.inference.prediction import Link
 from stochbn.statistics.calls import Call, call_on_item, unwrap
 from stochbn.statistics.checks import check_whole
+from stochbn.statistics.layers import all_batch_norms
 from stochbn.statistics.mini_batches import check_loader
 
 SPREADS = tuple(2 ** (step / 2) for step in range(-2, 5))  # 0.5, 0.71, 1, …, 4
@@ -32,6 +33,7 @@ WIDER = tuple(2 ** (step / 2) for step in range(5, 9))  # 5.7, …, 16, tried if
 AROUND = tuple(2 ** (step / 2) for step in range(-2, 3))  # for one group of layers, times what all have
 TEMPERATURES = tuple(2 ** (step / 4) for step in range(-8, 13))  # 0.25, …, 1, …, 8
 NOISES = tuple(2 ** (step / 4) for step in range(-12, 5))  # 0.13, …, 1, …, 2, times the plain network's error
+NUM_DRAWS, NUM_CHEAP_DRAWS = 8, 64  # of all layers, and of the last one alone
 
 T = TypeVar("T", bound=Distribution | Sequence[Distribution])
 
@@ -49,7 +51,7 @@ def tune(  # type: ignore[misc]
     choose: Literal["spread", "temperature", "both"] = "both",
     link: Link = "softmax",
     num_groups: int = 1,
-    num_samples: int = 8,
+    num_samples: int | None = None,
     seed: int | None = 0,
     dropout: bool = False,
     call: Call | None = None,
@@ -58,24 +60,25 @@ def tune(  # type: ignore[misc]
 ) -> T | Tuning:
     """Chooses the spread and a temperature that predict held-out labels best, if they do so distinguishably.
 
-    The plain network, the fitted spread and spreads around it are scored on the same data, each with a temperature too.
+    The plain network, the fitted spread and spreads around it are scored on the same data, each with temperatures too.
     The fitted spread stands unless another is better by more than one standard error of their paired difference. Then
     the nearest to it is taken that is within one standard error of the best. So it is with a temperature, against 1.
-    `print(stats.tuning)` shows the scores and says what they mean. Data with fewer than ten mistakes choose nothing,
-    and a warning says so: the surest network would win, however sure. No model is changed.
+    The standard errors are those of the inputs and of the draws together. `print(stats.tuning)` shows the scores and
+    says what they mean. Data with fewer than ten mistakes choose nothing, and a warning says so: the surest network
+    would win, however sure. No model is changed.
 
     A spread of k multiplies every deviation from the centre by k. The variances of batch statistics fall with the size
     of the batch, so it stands for mini-batches k² times smaller than those of training. The cost is that of 58 passes
-    over the data by default: 8 draws for each of 7 spreads, and the plain network twice. If the best spread is the
-    smallest or the largest of them, a second pass tries others beyond it.
+    over the data where all layers are drawn: 8 draws for each of 7 spreads, and the plain network twice. If the best
+    spread is the smallest or the largest of them, a second pass tries others beyond it.
 
     Args:
         model: A trained network, or several, which are then tuned together, to one spread and temperature.
         stats: What `fit` returned for it; for several a sequence. None gives the plain network a temperature.
         loader: Held-out data with labels, seen neither in training nor in the test: batches `(x, y)`.
         choose: What to choose: the spread; a temperature, which divides every draw's outputs before the softmax, at the
-            fitted spread; or both. The default is both: spreads are then compared each at its best temperature, so that
-            draws are not narrowed where a temperature would do. The NLL of held-out data cannot see what a narrower
+            fitted spread; or both. The default is both: pairs of them are then compared, so that draws are not narrowed
+            where a temperature would do at the fitted spread. The NLL of held-out data cannot see what a narrower
             spread costs on out-of-domain inputs. A temperature other than 1 is taken only where it is distinguishably
             better, so to allow one costs nothing.
         link: As in `predict`. With "sigmoid" labels are 0 or 1, of the outputs' shape, and an input's loss is the sum
@@ -85,8 +88,8 @@ def tune(  # type: ignore[misc]
         num_groups: Into how many groups of successive layers the network is cut, each with a spread of its own; as many
             as there are layers for one each. They are chosen one after the other by the same rule, each against what it
             had before, in one more pass each.
-        num_samples: Draws for each spread that is tried. Their own noise is not in the standard errors, so pass more,
-            64, say, where draws are cheap, as in the last layer.
+        num_samples: Draws for each spread that is tried. The default is 8, and 64 where the model's last BatchNorm
+            layer alone is drawn, which is cheap. With more of them smaller differences are distinguishable.
         seed: Of the draws, as in `predict`.
         dropout: As in `predict`. The plain network then has dropout too.
         call: As in `predict`.
@@ -116,6 +119,8 @@ def tune(  # type: ignore[misc]
     models, members = _list_members(model, stats)
     for member in members:
         warn_of_dropout(member, dropout, stacklevel=3)
+    if num_samples is None:
+        num_samples = _default_draws(models, members)
     check_options(num_samples=num_samples, chunk_size=None, link=link)
     num_groups, num_samples = check_whole("num_groups", num_groups, 1), check_whole("num_samples", num_samples, 2)
     _check_choice(choose, num_groups, members)
@@ -157,6 +162,12 @@ def _list_members(model: nn.Module | Sequence[nn.Module], stats: Any) -> tuple[l
             "own: [stochbn.fit(model, loader) for model in models]."
         )
     return models, [member for member in given if member is not None]
+
+
+def _default_draws(models: Sequence[nn.Module], members: Sequence[Distribution]) -> int:
+    """Returns how many draws to score: more where they repeat nothing but the end of the network."""
+    is_last = [[*member.layers] == [*all_batch_norms(one)][-1:] for one, member in zip(models, members, strict=False)]
+    return NUM_CHEAP_DRAWS if members and all(is_last) else NUM_DRAWS
 
 
 def _check_choice(choose: str, num_groups: int, members: list[Distribution]) -> None:
@@ -202,14 +213,15 @@ class _Search:
     def run(self, num_groups: int) -> tuple[Tuning, list[str]]:
         spreads = () if not self.held_out.members else SPREADS if self.choose != "temperature" else (1.0,)
         choice = self._measure(spreads, "tune")
-        row = choice.reference[0]
+        row, level = choice.reference
         if not self.is_regression and (choice.losses.num_labels < 2 or not choice.is_decisive):
             return self._refuse(choice)
         if len(spreads) > 1:
-            choice, row = self._choose_spread(choice)
+            choice, row, level = self._choose_spread(choice)
+        else:
+            row, level = choice.choose([row], [0.0])
         if num_groups > 1:
-            choice, row = self._choose_groups(choice, row, num_groups)
-        level = choice.choose_level(row)
+            choice, row, level = self._choose_groups(choice, row, num_groups)
         self._warn_of_level(choice, row, level)
         self._keep([choice.score(row, level)])
         return self._conclude(choice, row, level, choice.verdict(row, level, list(self.scores.values())))
@@ -225,18 +237,18 @@ class _Search:
         """Adds scores; those of a later pass over the same data replace earlier ones."""
         self.scores |= {(str(score.spread), score.temperature, score.noise): score for score in scores}
 
-    def _choose_spread(self, choice: Choice) -> tuple[Choice, int]:
+    def _choose_spread(self, choice: Choice) -> tuple[Choice, int, int]:
         """Chooses among the spreads tried, and tries others further out if the best of them lies at the end."""
         rows = range(1, len(choice.losses.spreads))
-        best, row = choice.best_row(rows), self._nearest(choice)
+        best, (row, level) = choice.best_row(rows), self._nearest(choice)
         if choice.losses.spreads[row] == 1.0 or best not in (rows[0], rows[-1]):
-            return choice, row
+            return choice, row, level
         # All of that side again: only losses of one pass are in one order, if the loader shuffles.
         further = SPREADS[: SPREADS.index(1.0) + 1], SPREADS[SPREADS.index(1.0) :]
         tried = NARROWER + further[0] if best == rows[0] else further[1] + WIDER
         choice = self._measure(tried, f"tune, {'narrower' if best == rows[0] else 'wider'}")
         rows = range(1, len(tried) + 1)
-        best, row = choice.best_row(rows), self._nearest(choice)
+        best, (row, level) = choice.best_row(rows), self._nearest(choice)
         spread = choice.losses.spreads[best]
         if choice.losses.spreads[row] != 1.0 and spread == NARROWER[0]:
             self.warned.append(
@@ -248,13 +260,13 @@ class _Search:
                 f"The NLL is lowest at {spread:.3g}, the largest spread tried: draws far wider than mini-batches ever "
                 "were. Check that the labels are those of the inputs."
             )
-        return choice, row
+        return choice, row, level
 
-    def _nearest(self, choice: Choice) -> int:
+    def _nearest(self, choice: Choice) -> tuple[int, int]:
         spreads = cast(Sequence[float], choice.losses.spreads[1:])
-        return choice.choose_row(range(1, len(spreads) + 1), [distance(spread) for spread in spreads])
+        return choice.choose(range(1, len(spreads) + 1), [distance(spread) for spread in spreads])
 
-    def _choose_groups(self, choice: Choice, row: int, num_groups: int) -> tuple[Choice, int]:
+    def _choose_groups(self, choice: Choice, row: int, num_groups: int) -> tuple[Choice, int, int]:
         """Chooses the spread of one group of layers after the other, each against what it had before."""
         names = list(self.held_out.members[0].layers)
         chosen = dict.fromkeys(names, cast(float, choice.losses.spreads[row]))
@@ -262,9 +274,9 @@ class _Search:
         for start, stop in itertools.pairwise(bounds):
             tried = [{**chosen, **{name: chosen[name] * k for name in names[start:stop]}} for k in AROUND]
             choice = self._measure([1.0, *tried], f"tune {names[start] or 'layer'}")
-            row = choice.choose_row(range(2, len(tried) + 2), [distance(k) for k in AROUND])
+            row, level = choice.choose(range(2, len(tried) + 2), [distance(k) for k in AROUND])
             chosen = tried[row - 2]
-        return choice, row
+        return choice, row, level
 
     def _warn_of_level(self, choice: Choice, row: int, level: int) -> None:
         best, last = choice.best_level(row), len(self.levels) - 1
