@@ -19,6 +19,7 @@ from stochbn.experiments.training import train as train_module
 from stochbn.experiments.training.checkpoints import (
     CheckpointError,
     checkpoint_path,
+    find_checkpoint,
     load_network,
     read_checkpoint,
     write_checkpoint,
@@ -261,6 +262,22 @@ def test_images_are_shrunk_as_the_recipe_has_it(monkeypatch):
     monkeypatch.setattr(train_module, "resize", lambda inputs, size: seen.append(size) or inputs)
     train(replace(TINY, epochs=2, image_sizes=(14, 28)), seed=0)
     assert seen == [14] * 30 + [28] * 30
+
+
+def test_mixed_precision_trains_the_same_network_less_exactly(monkeypatch):
+    whole = load_network(train(TINY, seed=0)).state_dict()
+    seen = []
+    watch = train_module.F.cross_entropy
+    monkeypatch.setattr(train_module.F, "cross_entropy", lambda x, y: seen.append(x) or watch(x, y))
+    recipe = replace(TINY, name="mixed", mixed_precision=True)
+    mixed = load_network(train(recipe, seed=0)).state_dict()
+    assert {value.dtype for value in mixed.values()} == {value.dtype for value in whole.values()}
+    # Logits have bfloat16's eight bits, and the loss is that of float32.
+    assert all(x.dtype == torch.float32 and torch.equal(x, x.bfloat16().float()) for x in seen)
+    histories = [find_checkpoint(one, 0).history for one in (TINY, recipe)]
+    assert histories[1] != histories[0]
+    losses = [[record["train_loss"] for record in history] for history in histories]
+    assert losses[1] == pytest.approx(losses[0], rel=0.05)
 
 
 def test_learning_rates_begin_peak_and_end_where_they_should():

@@ -102,8 +102,12 @@ def _train(recipe: Recipe, seed: int, path: Path, folder: Path | None, console: 
                     inputs = resize(to_inputs(images), size)
                     optimizer.zero_grad()
                     with parallel.step(step):
-                        with ghost_batches(recipe.mini_batch_size):
-                            loss = F.cross_entropy(parallel(inputs), training.labels[batch][parallel.images])
+                        with (
+                            ghost_batches(recipe.mini_batch_size),
+                            torch.autocast("cpu", enabled=recipe.mixed_precision),
+                        ):
+                            logits = parallel(inputs)
+                        loss = F.cross_entropy(logits.float(), training.labels[batch][parallel.images])
                         loss.backward()
                     for group in optimizer.param_groups:
                         group["lr"] = learning_rate(recipe, step / num_steps)
