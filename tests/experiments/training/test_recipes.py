@@ -20,7 +20,7 @@ def test_mini_batches_are_ghosts_where_there_are_some() -> None:
 
 def test_images_grow_to_their_own_size() -> None:
     recipe = RECIPES["resnet18"]
-    assert [recipe.image_size(epoch) for epoch in range(16)] == [16] * 8 + [24] * 4 + [32] * 4
+    assert [recipe.image_size(epoch) for epoch in range(36)] == [16] * 18 + [24] * 9 + [32] * 9
     assert RECIPES["vgg11"].image_size(3) is None
 
 
