@@ -204,21 +204,20 @@ class HeldOut:
                 return losses.nan_to_num(NO_ANSWER, NO_ANSWER)
 
             return self._leave_out(moments, gaussian)
-        probs: Any = 0.0  # of the labels, (P, L, N, …), added up in each part
+        probs: list[Any] = [0.0] * len(levels)  # of the labels, (P, N, …) at each level, added up in each part
         weights: Any = 0.0  # of the parts, (P,)
         for outputs, parts, weight in self._run(networks, row, item):
             outputs = outputs.nan_to_num(0.0, 0.0, 0.0)  # overflow of a spread too wide: as good as no answer
             shares = weight * one_hot(parts, self.num_parts).T.to(outputs)
-            each = [torch.tensordot(shares, _label_probs(outputs / level, labels, self.link), 1) for level in levels]
-            probs, weights = probs + torch.stack(each, 1), weights + shares.sum(1)
+            weights = weights + shares.sum(1)
+            for number, level in enumerate(levels):
+                probs[number] += torch.tensordot(shares, _label_probs(outputs / level, labels, self.link), 1)
 
-        def cross_entropy(chosen: list[tuple[Tensor, Tensor]]) -> Tensor:
-            totals, weights = zip(*chosen, strict=True)
-            mean = torch.stack(totals).sum(0) / torch.stack(weights).sum()
+        def cross_entropy(chosen: list[int]) -> Tensor:
+            mean: Tensor = torch.stack([each[chosen].sum(0) for each in probs]) / weights[chosen].sum()
             return -mean.clamp_min(torch.finfo(mean.dtype).tiny).log().double()
 
-        found = [(total, weight) for total, weight in zip(probs, weights, strict=True) if weight > 0]
-        return self._leave_out(found, cross_entropy)
+        return self._leave_out(weights.nonzero().flatten().tolist(), cross_entropy)
 
     def _leave_out(self, parts: list[T], loss: Callable[[list[T]], Tensor]) -> tuple[Tensor, Tensor]:
         """Returns the loss (L, N) of all parts of the draws, and (P, L, N) without each; the same if there are none."""
