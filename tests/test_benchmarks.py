@@ -261,7 +261,7 @@ def test_tuning_is_measured_for_every_rule(monkeypatch: pytest.MonkeyPatch) -> N
     assert rows[0]["difference_to_plain"] == 0
     assert all(row["verdict"] for row in rows if row["rule"] == "tune")
     faulty = {"rule": "tune", "nll": 1.0, "epistemic": 0.0, "collapsed": True, "worse": True, "says": ["plain"]}
-    faulty["worse_where_tuned"] = True
+    faulty |= {"worse_where_tuned": True, "auroc": 0.5}
     summary = tuning.summarise([faulty, faulty | {"says": ["narrower"]}])["tune"]
     assert (summary["collapsed"], summary["collapsed_in_silence"], summary["worse_in_silence"]) == (2, 1, 1)
     assert summary["worse_where_tuned_in_silence"] == 1

@@ -68,6 +68,18 @@ def test_parts_of_the_draws_are_left_out_one_by_one(
                 assert losses.without[row, column, part].item() == pytest.approx(expected, rel=1e-4)
 
 
+def test_autocast_leaves_the_losses_exact(model: nn.Module, stats: stochbn.Distribution, x: Tensor) -> None:
+    """The network runs in bfloat16, but what its probabilities add up to does not."""
+    held_out = replace(prepare(model, stats, [(x, torch.arange(7) % 3)], "softmax"), num_samples=6)
+    with torch.autocast("cpu"):
+        losses = held_out.measure((1.0,), (1.0,), "")
+        outputs = stochbn.predict(model, stats, x, num_samples=6, link="identity").samples
+    assert outputs is not None
+    probs = outputs.float().softmax(2).mean(0)
+    expected = -probs[torch.arange(7), torch.arange(7) % 3].log().double()
+    torch.testing.assert_close(losses.values[1, 0], expected, rtol=1e-5, atol=1e-6)
+
+
 @pytest.mark.parametrize("num_samples", [8, 64])
 def test_the_standard_error_is_that_of_other_draws(
     num_samples: int, model: nn.Module, stats: stochbn.Distribution, x: Tensor

@@ -16,6 +16,7 @@ from torch import Tensor, nn
 import stochbn
 from oracles import calibrate, small_cnn
 from stochbn.distributions.tuning import Tuning
+from stochbn.inference.held_out import HeldOut
 from stochbn.inference.tune import NOISES, SPREADS, TEMPERATURES
 
 Labelled = list[tuple[Tensor, Tensor]]
@@ -70,6 +71,22 @@ def test_the_curve_is_the_nll_of_predict(sharp: nn.Module, batches: list[Tensor]
         source = tried if score.spread is None else replace(stats, tuning=tried)
         pred = stochbn.predict(sharp, source, data, num_samples=8, seed=7)
         assert stochbn.nll(pred.probs, labels).item() == pytest.approx(score.nll, rel=1e-5)
+
+
+def test_more_draws_where_they_are_cheap(
+    sharp: nn.Module, batches: list[Tensor], held_out: list[Tensor], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    seen: list[int] = []
+    measure = HeldOut.measure
+    monkeypatch.setattr(HeldOut, "measure", lambda self, *given: seen.append(self.num_samples) or measure(self, *given))
+    net = nn.Sequential(sharp, nn.Dropout(0.1)).eval()
+    last, every = (stochbn.fit(net, batches, layers=layers, progress=False) for layers in ("last", None))
+    dropping = stochbn.fit(net, batches, layers="last", dropout=True, progress=False)
+    data = drawn_labels(net, every, held_out[:1], 1.0)
+    for stats, options in ((last, {}), (every, {}), (dropping, {"dropout": True}), (last, {"num_samples": 3})):
+        stochbn.tune(net, stats, data, choose="temperature", progress=False, **options)
+    stochbn.tune([net, net], [last, every], data, choose="temperature", progress=False)
+    assert seen == [64, 8, 8, 3, 8]
 
 
 def test_finds_a_temperature(sharp: nn.Module, batches: list[Tensor], held_out: list[Tensor]) -> None:

@@ -18,7 +18,8 @@ class Score:
         nll: Its mean negative log-likelihood in nats.
         difference: Its NLL less that of the reference: the fitted spread at temperature 1 (in regression, at its best
             noise), or the plain network if there is no distribution. None in files that 0.1.0 wrote.
-        standard_error: Of that difference, paired: the two are compared input by input. None where that is.
+        standard_error: Of that difference, paired: the two are compared input by input. It counts the chance of other
+            inputs and of other draws. None where the difference is.
         noise: Its noise level, in regression.
     """
 

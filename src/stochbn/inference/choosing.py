@@ -1,12 +1,13 @@
 """Losses of single inputs → which spread and temperature to take, their scores, and a verdict in words.
 
 One rule for both. What was fitted stands, unless another choice is better by more than one standard error of their
-paired difference; then the nearest to it is taken that is within one standard error of the best. The spread comes first
-and the temperature after it, since the NLL of held-out data cannot see what narrower draws cost on out-of-domain
-inputs: neither noise nor a temperature that would do as well at the fitted spread must decide against them.
+paired difference; then the nearest to it is taken that is within one standard error of the best. The spread comes
+first, then the temperature. The NLL of held-out data cannot see what narrower draws cost on out-of-domain inputs. So
+neither noise nor a temperature that does as well at the fitted spread may narrow them.
 
 Two things make a difference uncertain, the inputs and the draws. Inputs differ in their losses. All inputs share the
-draws, so what these add is seen by leaving out a part of them after the other, the jackknife.
+draws, so what these add is seen by leaving out one part of them after another (the jackknife). It takes draws as
+independent. Real mini-batches are drawn without repeats, so for them it is a little too large.
 
 A mean of losses is as uncertain as the number of mistakes in it: right answers all ask for more confidence, a little
 each, and the few wrong ones for less. Where there are hardly any, the standard error is too small itself, since the
@@ -111,12 +112,16 @@ class Choice:
     def choose(self, rows: Sequence[int], distances: Sequence[float]) -> tuple[int, int]:
         """Returns which of some rows to take, and at which level: the nearest row, and there the level nearest to 1.
 
-        All pairs are compared at once, so no spread is to blame for what a temperature would mend.
+        All pairs are compared at once, so a spread is not changed where a temperature would do. A row other than the
+        nearest has to be better than that one, at whatever level.
         """
         found = {}
+        nearest = min(zip(distances, rows, strict=True))[1]
+        limit = self.losses.values[nearest, self.best_level(nearest)].mean()
         for row, distance in zip(rows, distances, strict=True):
             for level in [self.best_level(row)] if self.unit is None else self._levels(row):
-                found[row, level] = round(distance, 9), round(abs(math.log(self.losses.levels[level])), 9)
+                if row == nearest or self.losses.values[row, level].mean() < limit:
+                    found[row, level] = round(distance, 9), round(abs(math.log(self.losses.levels[level])), 9)
         ranks = sorted(set(found.values()))
         chosen = choose_nearest(
             torch.stack([self.losses.values[pair] for pair in found]),

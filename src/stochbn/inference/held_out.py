@@ -9,7 +9,6 @@ from typing import Any, TypeVar
 
 import torch
 from torch import Tensor, nn
-from torch.nn.functional import one_hot
 
 from stochbn.distributions.base import Distribution
 from stochbn.distributions.draws import join_draws
@@ -208,10 +207,11 @@ class HeldOut:
         weights: Any = 0.0  # of the parts, (P,)
         for outputs, parts, weight in self._run(networks, row, item):
             outputs = outputs.nan_to_num(0.0, 0.0, 0.0)  # overflow of a spread too wide: as good as no answer
-            shares = weight * one_hot(parts, self.num_parts).T.to(outputs)
-            weights = weights + shares.sum(1)
+            weights = weights + weight * parts.bincount(minlength=self.num_parts)
             for number, level in enumerate(levels):
-                probs[number] += torch.tensordot(shares, _label_probs(outputs / level, labels, self.link), 1)
+                each = weight * _label_probs(outputs / level, labels, self.link)
+                # Added up and not multiplied by a matrix, which autocast would do in bfloat16.
+                probs[number] += each.new_zeros(self.num_parts, *each.shape[1:]).index_add_(0, parts, each)
 
         def cross_entropy(chosen: list[int]) -> Tensor:
             mean: Tensor = torch.stack([each[chosen].sum(0) for each in probs]) / weights[chosen].sum()
@@ -264,7 +264,7 @@ class HeldOut:
 
 
 def deal_parts(count: int) -> Tensor:
-    """Returns the part that each of some draws is in; antithetic draws, which come in pairs, stay together.
+    """Returns the part that each of some draws is in; antithetic pairs stay together if there are four draws or more.
 
     Examples:
         >>> deal_parts(10).tolist(), deal_parts(3).tolist(), deal_parts(1).tolist()

@@ -61,11 +61,11 @@ def tune(  # type: ignore[misc]
     """Chooses the spread and a temperature that predict held-out labels best, if they do so distinguishably.
 
     The plain network, the fitted spread and spreads around it are scored on the same data, each with temperatures too.
-    The fitted spread stands unless another is better by more than one standard error of their paired difference. Then
-    the nearest to it is taken that is within one standard error of the best. So it is with a temperature, against 1.
-    The standard errors are those of the inputs and of the draws together. `print(stats.tuning)` shows the scores and
-    says what they mean. Data with fewer than ten mistakes choose nothing, and a warning says so: the surest network
-    would win, however sure. No model is changed.
+    What was fitted stands unless another pair of spread and temperature is better by more than one standard error of
+    the paired difference. Then the spread nearest to the fitted one is taken that is within one standard error of the
+    best pair, and there the temperature nearest to 1. Standard errors count the chance of inputs and of draws.
+    `print(stats.tuning)` shows the scores and says what they mean. Data with fewer than ten mistakes choose nothing,
+    and a warning says so: the surest network would win, however sure. No model is changed.
 
     A spread of k multiplies every deviation from the centre by k. The variances of batch statistics fall with the size
     of the batch, so it stands for mini-batches k² times smaller than those of training. The cost is that of 58 passes
@@ -79,8 +79,7 @@ def tune(  # type: ignore[misc]
         choose: What to choose: the spread; a temperature, which divides every draw's outputs before the softmax, at the
             fitted spread; or both. The default is both: pairs of them are then compared, so that draws are not narrowed
             where a temperature would do at the fitted spread. The NLL of held-out data cannot see what a narrower
-            spread costs on out-of-domain inputs. A temperature other than 1 is taken only where it is distinguishably
-            better, so to allow one costs nothing.
+            spread costs on out-of-domain inputs; "spread" keeps wider draws where a network is overconfident.
         link: As in `predict`. With "sigmoid" labels are 0 or 1, of the outputs' shape, and an input's loss is the sum
             over its labels. With "identity" it is that of a Gaussian whose variance is that of the draws plus noise²;
             the noise takes the temperature's place, and the best one is always taken. Where outputs have places, such
@@ -88,8 +87,9 @@ def tune(  # type: ignore[misc]
         num_groups: Into how many groups of successive layers the network is cut, each with a spread of its own; as many
             as there are layers for one each. They are chosen one after the other by the same rule, each against what it
             had before, in one more pass each.
-        num_samples: Draws for each spread that is tried. The default is 8, and 64 where the model's last BatchNorm
-            layer alone is drawn, which is cheap. With more of them smaller differences are distinguishable.
+        num_samples: Draws for each spread that is tried. The default is 8, and 64 where only the BatchNorm layer that
+            the model defines last is drawn, without dropout: that is cheap. More draws distinguish smaller differences;
+            with fewer than 8 the draws' part of the standard errors is rough.
         seed: Of the draws, as in `predict`.
         dropout: As in `predict`. The plain network then has dropout too.
         call: As in `predict`.
@@ -120,7 +120,7 @@ def tune(  # type: ignore[misc]
     for member in members:
         warn_of_dropout(member, dropout, stacklevel=3)
     if num_samples is None:
-        num_samples = _default_draws(models, members)
+        num_samples = _default_draws(models, members, dropout)
     check_options(num_samples=num_samples, chunk_size=None, link=link)
     num_groups, num_samples = check_whole("num_groups", num_groups, 1), check_whole("num_samples", num_samples, 2)
     _check_choice(choose, num_groups, members)
@@ -164,10 +164,13 @@ def _list_members(model: nn.Module | Sequence[nn.Module], stats: Any) -> tuple[l
     return models, [member for member in given if member is not None]
 
 
-def _default_draws(models: Sequence[nn.Module], members: Sequence[Distribution]) -> int:
+def _default_draws(models: Sequence[nn.Module], members: Sequence[Distribution], dropout: bool) -> int:
     """Returns how many draws to score: more where they repeat nothing but the end of the network."""
-    is_last = [[*member.layers] == [*all_batch_norms(one)][-1:] for one, member in zip(models, members, strict=False)]
-    return NUM_CHEAP_DRAWS if members and all(is_last) else NUM_DRAWS
+    if dropout or not members:
+        return NUM_DRAWS
+    names = [list(all_batch_norms(model)) for model in models]
+    is_last = [len(own) > 1 and list(member.layers) == own[-1:] for own, member in zip(names, members, strict=True)]
+    return NUM_CHEAP_DRAWS if all(is_last) else NUM_DRAWS
 
 
 def _check_choice(choose: str, num_groups: int, members: list[Distribution]) -> None:
@@ -213,7 +216,7 @@ class _Search:
     def run(self, num_groups: int) -> tuple[Tuning, list[str]]:
         spreads = () if not self.held_out.members else SPREADS if self.choose != "temperature" else (1.0,)
         choice = self._measure(spreads, "tune")
-        row, level = choice.reference
+        row = choice.reference[0]
         if not self.is_regression and (choice.losses.num_labels < 2 or not choice.is_decisive):
             return self._refuse(choice)
         if len(spreads) > 1:

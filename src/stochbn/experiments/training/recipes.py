@@ -4,7 +4,7 @@ LeNet-5 follows the authors' published setting: Adam at 1e-3 falling linearly to
 pixels in [0, 1], dropout 0.5 after each block where there is dropout.
 
 On CIFAR5 the authors train for up to 200 epochs, which takes weeks on a few cores; those recipes are named `…-authors`.
-Ours take 30 epochs (ResNet-18 16) of SGD with one cycle, in steps of 64 images that are normalised in mini-batches of
+Ours take 30 epochs (ResNet-18 36) of SGD with one cycle, in steps of 64 images that are normalised in mini-batches of
 16, the authors' M. SGD was chosen over Adam on validation images, in a short pilot with a narrow VGG-11. After 16
 epochs two VGG-11 had a training loss of 0.13 and 8.0 % of the validation images wrong: not yet the overconfident
 networks that the paper is about.
@@ -59,7 +59,7 @@ class Recipe:
     ghost_size: int | None = None
     # Sides in pixels that training images are shrunk to, each for an equal share of the epochs; the last is their own
     image_sizes: tuple[int, ...] = ()
-    # Whether convolutions run in bfloat16, which is faster where the processor has it; weights stay in float32
+    # Whether the network runs in bfloat16, which is faster where the processor has it; weights stay in float32
     mixed_precision: bool = False
 
     def __post_init__(self) -> None:
