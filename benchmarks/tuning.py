@@ -138,18 +138,18 @@ def load_lenet5(seed: int) -> Subject:
 def measure(subject: Subject) -> Iterator[dict[str, Any]]:
     """Yields what each rule chooses for a network, and how that does on other images."""
     model, held_out = subject.model, [subject.held_out]
+    labelled = subject.others, subject.held_out  # images that did not tune, and those that did
 
-    def losses(stats: Any) -> list[Tensor]:
-        """Returns those of images that did not tune, and of those that did."""
-        found = []
-        for inputs, targets in (subject.others, subject.held_out):
-            right = stochbn.predict(model, stats, inputs).probs.gather(1, targets[:, None])[:, 0]
-            found.append(-right.clamp_min(1e-38).log().double())
-        return found
+    def predict(stats: Any) -> list[stochbn.Prediction]:
+        return [stochbn.predict(model, stats, inputs) for inputs, _ in labelled]
+
+    def losses(preds: list[stochbn.Prediction]) -> list[Tensor]:
+        right = [pred.probs.gather(1, y[:, None])[:, 0] for pred, (_, y) in zip(preds, labelled, strict=True)]
+        return [-each.clamp_min(1e-38).log().double() for each in right]
 
     is_unknown = torch.arange(len(subject.others[0]) + len(subject.unknown)) >= len(subject.others[0])
     plain = stochbn.tune(model, None, held_out, progress=False)
-    reference = losses(plain)
+    reference = losses(predict(plain))
     for family, options in FAMILIES.items():
         fitted = stochbn.fit(model, subject.training, progress=False, batch_size=subject.batch_size, **options)
         found = {"fitted": fitted, "lowest": take_lowest(model, fitted, held_out)}
@@ -157,9 +157,8 @@ def measure(subject: Subject) -> Iterator[dict[str, Any]]:
         scale = stochbn.predict(model, fitted, subject.unknown).epistemic.mean()
         for rule, stats in {"plain": plain, **found}.items():
             chosen = plain if rule == "plain" else stats.tuning or stochbn.Tuning()
-            unknown = stochbn.predict(model, stats, subject.unknown)
-            known = stochbn.predict(model, stats, subject.others[0])
-            epistemic, own = unknown.epistemic.mean(), losses(stats)
+            known, unknown = predict(stats), stochbn.predict(model, stats, subject.unknown)
+            epistemic, own = unknown.epistemic.mean(), losses(known)
             [difference, error], seen = (compare(a, b) for a, b in zip(own, reference, strict=True))
             said = " ".join(chosen.verdict)
             yield {
@@ -173,7 +172,7 @@ def measure(subject: Subject) -> Iterator[dict[str, Any]]:
                 "worse": difference > error,  # than the plain network at its temperature
                 "worse_where_tuned": seen[0] > seen[1],
                 "epistemic": float(epistemic),
-                "auroc": float(roc_auc_score(is_unknown, torch.cat([known.entropy, unknown.entropy]))),
+                "auroc": float(roc_auc_score(is_unknown, torch.cat([known[0].entropy, unknown.entropy]))),
                 "collapsed": rule != "plain" and bool(epistemic < COLLAPSED * scale),
                 "says": [word for word, part in SAID.items() if part in said],
                 "verdict": chosen.verdict,

@@ -40,6 +40,14 @@ def test_the_recipes_that_networks_are_trained_by_stay_as_they_are() -> None:
         augment=True,
         ghost_size=16,
     )
+    assert RECIPES["resnet18"] == replace(
+        RECIPES["vgg11"],
+        name="resnet18",
+        network="resnet18",
+        epochs=36,
+        image_sizes=(16, 16, 24, 32),
+        mixed_precision=True,
+    )
     assert RECIPES["lenet5"] == Recipe("lenet5", "lenet5", "mnist", 10, 1, epochs=50, batch_size=16)
 
 
